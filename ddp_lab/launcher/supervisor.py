@@ -1,0 +1,576 @@
+"""One supervisor a job: it starts the ranks, relays what they say, and leaves nothing behind.
+
+It is a process of its own, single-threaded while it forks, between the notebook's kernel and the
+ranks. Whatever ends it (the kernel's death, the end of the job, an error) ends everything below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from ddp_lab.launcher import processes, rank, source
+from ddp_lab.launcher.channel import Channel, ChannelClosed, channel_pair
+from ddp_lab.launcher.errors import RankReport
+from ddp_lab.launcher.options import Options
+from ddp_lab.launcher.travel import Parcel
+
+GRACE = 0.5  # s: for ranks to end a call by themselves once another has failed
+STOP_GRACE = 0.2  # s: between SIGTERM and SIGKILL
+LEAVE_GRACE = 2.0  # s: for a rank's exit handlers
+_STACK_GRACE = 0.3  # s: for a rank to write its stack
+_READ = 1 << 16
+_BACKLOG = 1 << 22  # bytes waiting for the kernel beyond which ranks must wait to print
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the kernel asks a supervisor to start."""
+
+    options: Options
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
+    kernel: int  # process id
+
+
+class KernelGone(Exception):
+    """The notebook's kernel has died or closed the job."""
+
+
+class Refused(Exception):
+    """The job cannot be had on this machine; the text says what to write instead."""
+
+
+@dataclass
+class RankProcess:
+    """The supervisor's side of one rank."""
+
+    number: int
+    pid: int
+    channel: Channel
+    pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
+    dump: int
+    watch: int | None
+    answered: bool = True  # nothing is outstanding
+    report: RankReport | None = None  # of the current call, when it failed
+    alive: bool = True
+    group: dict[str, int] | None = field(default_factory=dict)
+
+
+class Supervisor:
+    def __init__(self, kernel: Channel, job: Job, forks: bool) -> None:
+        self.kernel = kernel
+        self.job = job
+        self.forks = forks
+        self.ranks: list[RankProcess] = []
+        self.requests: list[tuple[tuple[Any, ...], list[int]]] = []
+        self.calls = 0
+        self.interrupts: list[int] = []  # the number of the call that each was meant for
+        self.failures: list[RankReport] = []  # of the current call, in order of arrival
+        self.memory_kills = processes.memory_kills()
+        self.selector = selectors.DefaultSelector()
+        self.paused = False
+        self.stopping = False  # deaths are our own doing now
+        self.temporary = ""
+
+    def main(self) -> None:
+        """Run the job to its end."""
+        processes.name_process("ddp-lab job")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        processes.adopt_orphans()
+        self.selector.register(self.kernel, selectors.EVENT_READ, self._read_kernel)
+        kernel_watch = processes.watch_process(self.job.kernel)
+        if kernel_watch is not None:
+            self.selector.register(kernel_watch, selectors.EVENT_READ, self._kernel_died)
+        try:
+            self._start()
+            self._read_kernel()  # what came along with the job
+            self._serve()
+        except Refused as refusal:
+            self.kernel.post(("refused", str(refusal)))
+        except KernelGone:
+            pass
+        except OSError as error:
+            self.kernel.post(("broken", f"the system refused to start the ranks: {error}"))
+        finally:
+            processes.kill_descendants()
+            if self.temporary:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+        with contextlib.suppress(ChannelClosed):
+            self.kernel.drain()  # then our end closes, which says that nothing is left
+
+    # Starting
+
+    def _start(self) -> None:
+        options = self.job.options
+        backend = choose_backend(options, self.job.environment)
+        threads = options.threads or max(1, processes.available_cores() // options.world_size)
+        _raise_descriptor_limit()
+        self.temporary = tempfile.mkdtemp(prefix="ddp-lab-")
+        self.meeting = processes.anonymous_file("ddp-lab-store")
+        listener = socket.create_server(("127.0.0.1", 0), backlog=options.world_size)
+        for number in range(options.world_size):
+            seat = rank.Seat(
+                rank=number,
+                nproc_per_node=options.nproc_per_node,
+                nnodes=options.nnodes,
+                backend=backend,
+                threads=threads,
+                environment=self.job.environment,
+                directory=self.job.directory,
+                path=self.job.path,
+                master_port=listener.getsockname()[1],
+                store=self._meeting_path(),
+                temporary=self.temporary,
+            )
+            self._add_rank(seat)
+        self.kernel.post(("started", {"backend": backend, "threads": threads}))
+        self.store = serve_store(listener, options.world_size)
+
+    def _meeting_path(self) -> str:
+        """The path of a file that all ranks inherit; it has no other name where /proc exists."""
+        if processes.LINUX:
+            return f"/proc/self/fd/{self.meeting}"
+        return os.path.join(self.temporary, "store")
+
+    def _add_rank(self, seat: rank.Seat) -> None:
+        channel, theirs = channel_pair()
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        dump = processes.anonymous_file("ddp-lab-stack")
+        start = self._fork if self.forks else self._spawn
+        pid = start(seat, theirs, out_end, err_end, dump)
+        theirs.close()
+        os.close(out_end)
+        os.close(err_end)
+        pipes = {out: "stdout", err: "stderr"}
+        member = RankProcess(seat.rank, pid, channel, pipes, dump, processes.watch_process(pid))
+        self.ranks.append(member)
+        self.selector.register(channel, selectors.EVENT_READ, lambda: self._read_rank(member))
+        if member.watch is not None:
+            self.selector.register(
+                member.watch, selectors.EVENT_READ, lambda: self._check_alive(member)
+            )
+        for pipe in pipes:
+            os.set_blocking(pipe, False)
+        self._register_pipes([member])
+        if not self.forks:
+            channel.post((os.getpid(), seat))
+
+    def _fork(self, seat: rank.Seat, control: socket.socket, out: int, err: int, dump: int) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            processes.die_with_parent(parent)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            close_descriptors(keep={0, 1, 2, control.fileno(), dump, self.meeting})
+            rank.main(seat, Channel(control), dump)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+
+    def _spawn(self, seat: rank.Seat, control: socket.socket, out: int, err: int, dump: int) -> int:
+        inherited = (control.fileno(), dump, self.meeting)
+        process = subprocess.Popen(
+            python_command("ddp_lab.launcher.rank", "spawned", *inherited[:2]),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=inherited,
+            env={**self.job.environment, **seat.variables},
+        )
+        process.returncode = 0  # we reap it ourselves
+        return process.pid
+
+    # Serving
+
+    def _serve(self) -> None:
+        while True:
+            self._pump(lambda: bool(self.requests))
+            message, descriptors = self.requests.pop(0)
+            if message[0] == "call":
+                _, parcel, sources, picked, timeout = message
+                parcel.descriptor = descriptors[0] if descriptors else None
+                if not self._call(parcel, sources, picked, timeout):
+                    return
+            elif message[0] == "close":
+                self._leave()
+                return
+
+    def _call(
+        self, parcel: Parcel, sources: dict[str, str], picked: list[int], timeout: float | None
+    ) -> bool:
+        """Run one call on the picked ranks; False when the job cannot go on after it."""
+        self.calls += 1
+        self.failures = [r.report for r in self.ranks if r.report]  # died since the last call
+        states = [r.group for r in self.ranks]
+        rejoin = f"call-{self.calls}" if any(state is None for state in states) else None
+        busy = [r for r in self.ranks if (r.number in picked or rejoin) and r.alive]
+        for member in busy:
+            member.answered = False
+            share = parcel.share()
+            member.channel.post(("call", share, sources, rejoin), share.descriptors)
+        parcel.close()
+
+        def settled() -> bool:
+            return all(member.answered for member in busy)
+
+        def interrupts() -> int:
+            return self.interrupts.count(self.calls)
+
+        self._pump(lambda: settled() or bool(self.failures) or interrupts() > 0, timeout)
+        if interrupts():
+            outcome = "interrupted"
+        elif self.failures:
+            outcome = "failed"
+        elif settled():
+            outcome = "returned"
+        else:
+            outcome = "timeout"
+        stuck: list[RankReport] = []
+        if not settled():
+            if outcome == "timeout":
+                stuck = self._stacks(busy)
+            if outcome != "failed":  # a failure's companions may end by themselves first
+                for member in busy:
+                    if not member.answered:
+                        processes.send_signal(member.pid, signal.SIGINT)
+            self._pump(lambda: settled() or interrupts() > 1, GRACE)
+            if not settled() and outcome == "failed":
+                stuck = self._stacks(busy)
+        goes_on = settled() and self._agree()
+        if not goes_on:
+            self._stop()
+        self.kernel.post(("ended", outcome, goes_on, self.failures, stuck))
+        for member in self.ranks:
+            member.report = None
+        return goes_on
+
+    def _agree(self) -> bool:
+        """All ranks live, and no two disagree on how many collectives a group has issued."""
+        if not all(member.alive for member in self.ranks):
+            return False
+        counts: dict[str, int] = {}
+        for member in self.ranks:
+            for name, count in (member.group or {}).items():
+                if counts.setdefault(name, count) != count:
+                    return False
+        return True
+
+    def _stacks(self, members: Iterable[RankProcess]) -> list[RankReport]:
+        """Where each rank that has not answered is, by its main thread's stack."""
+        asked = [member for member in members if member.alive and not member.answered]
+        before = {member.number: os.fstat(member.dump).st_size for member in asked}
+        for member in asked:
+            processes.send_signal(member.pid, rank.STACK_SIGNAL)
+
+        def text(member: RankProcess) -> str:
+            return os.pread(member.dump, 1 << 20, before[member.number]).decode(errors="replace")
+
+        def complete() -> bool:
+            return all(text(member).endswith("in <module>\n") for member in asked)
+
+        deadline = time.monotonic() + _STACK_GRACE
+        while not complete() and time.monotonic() < deadline:
+            self._pump(lambda: False, 0.005)
+        return [stuck_report(member.number, text(member)) for member in asked]
+
+    def _stop(self) -> None:
+        """End every rank: SIGTERM, a moment, SIGKILL to all that is left below us."""
+        self.stopping = True
+        for member in self.ranks:
+            processes.send_signal(member.pid, signal.SIGTERM)
+        self._pump(lambda: not any(member.alive for member in self.ranks), STOP_GRACE)
+        self._clear()
+
+    def _leave(self) -> None:
+        """Let every rank end by itself, then see to it."""
+        self.stopping = True
+        for member in self.ranks:
+            member.channel.post(("leave",))
+        self._pump(lambda: not any(member.alive for member in self.ranks), LEAVE_GRACE)
+        self._clear()
+
+    def _clear(self) -> None:
+        processes.kill_descendants()
+        for member in self.ranks:
+            member.alive = False
+            self._drain(member)
+
+    # Events
+
+    def _pump(self, done: Callable[[], bool], seconds: float | None = None) -> None:
+        """Handle events until `done()` or until the time is up."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not done():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            if any(member.watch is None for member in self.ranks):  # no pidfd: look now and then
+                left = 0.02 if left is None else min(left, 0.02)
+            if self.kernel.unsent or any(member.channel.unsent for member in self.ranks):
+                left = 0.005 if left is None else min(left, 0.005)
+            for key, _ in self.selector.select(left):
+                if key.fileobj in self.selector.get_map():  # not unregistered by an earlier one
+                    key.data()
+            for member in self.ranks:
+                if member.channel.unsent:
+                    member.channel.flush()
+                if member.watch is None and member.alive:
+                    self._check_alive(member)
+            self.kernel.flush()
+            self._pause_or_resume()
+
+    def _kernel_died(self) -> None:
+        raise KernelGone
+
+    def _read_kernel(self) -> None:
+        for message, descriptors in self.kernel.receive_available():
+            if message[0] == "interrupt":
+                self.interrupts.append(message[1])
+            else:
+                self.requests.append((message, descriptors))
+        if self.kernel.closed:
+            raise KernelGone
+
+    def _read_rank(self, member: RankProcess) -> None:
+        for message, descriptors in member.channel.receive_available():
+            self._relay_output(member)
+            if message[0] == "display":
+                self.kernel.post(("display", member.number, *message[1:]))
+            elif message[0] == "done":
+                _, succeeded, content, member.group = message
+                member.answered = True
+                if succeeded:
+                    self.kernel.post(("result", member.number, content), descriptors)
+                else:
+                    self._fail(member, content)
+        if member.channel.closed:
+            self.selector.unregister(member.channel)
+            # It is ending, or it has closed our socket: then it is of no more use.
+            processes.send_signal(member.pid, signal.SIGKILL)
+
+    def _fail(self, member: RankProcess, report: RankReport) -> None:
+        member.report = report
+        self.failures.append(report)
+
+    def _check_alive(self, member: RankProcess) -> None:
+        try:
+            pid, status = os.waitpid(member.pid, os.WNOHANG)
+        except ChildProcessError:
+            pid, status = member.pid, 0
+        if not pid:
+            return
+        if member.watch is not None:
+            self.selector.unregister(member.watch)
+            os.close(member.watch)
+        member.alive = False
+        if not member.channel.closed:
+            self._read_rank(member)  # what it sent before it ended
+        self._drain(member)
+        member.answered = True
+        if member.report is None and not self.stopping:
+            self._fail(member, self._describe_death(member, status))
+
+    def _describe_death(self, member: RankProcess, status: int) -> RankReport:
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            summary = f"ended with exit code {code}, without returning (os._exit, or C's exit)"
+        else:
+            summary = f"was killed by {signal_name(-code)}"
+            if -code == signal.SIGKILL and processes.memory_kills() > self.memory_kills:
+                summary += ", by the system, because memory ran out"
+        dump = os.pread(member.dump, 1 << 20, 0).decode(errors="replace")
+        fatal = dump[dump.find("Fatal Python error") :] if "Fatal Python error" in dump else ""
+        lines = source.learners_lines(reversed(source.dumped_places(fatal)))
+        return RankReport(member.number, "died", summary, tuple(lines), fatal)
+
+    # Output
+
+    def _register_pipes(self, members: Iterable[RankProcess]) -> None:
+        for member in members:
+            for pipe in member.pipes:
+                self.selector.register(
+                    pipe, selectors.EVENT_READ, lambda m=member, p=pipe: self._read_pipe(m, p)
+                )
+
+    def _pause_or_resume(self) -> None:
+        """Stop reading what ranks print while the kernel is behind; their prints then wait."""
+        full = self.kernel.unsent > _BACKLOG
+        if full == self.paused:
+            return
+        self.paused = full
+        if full:
+            for member in self.ranks:
+                for pipe in member.pipes:
+                    self.selector.unregister(pipe)
+        else:
+            self._register_pipes(self.ranks)
+
+    def _read_pipe(self, member: RankProcess, pipe: int) -> bool:
+        """Relay what is there; False when that was nothing."""
+        try:
+            data = os.read(pipe, _READ)
+        except BlockingIOError:
+            return False
+        if data:
+            self.kernel.post(("output", member.number, member.pipes[pipe], data))
+            return True
+        if not self.paused:
+            self.selector.unregister(pipe)
+        del member.pipes[pipe]
+        os.close(pipe)
+        return False
+
+    def _relay_output(self, member: RankProcess) -> None:
+        """Relay all that a rank wrote until now, so that it arrives before what comes next."""
+        for pipe in list(member.pipes):
+            for _ in range(64):  # a pipe holds 16 such pieces at most, unless somebody writes on
+                if not self._read_pipe(member, pipe):
+                    break
+
+    def _drain(self, member: RankProcess) -> None:
+        self._relay_output(member)
+        for pipe in list(member.pipes):
+            if not self.paused:
+                self.selector.unregister(pipe)
+            del member.pipes[pipe]
+            os.close(pipe)
+
+
+def choose_backend(options: Options, environment: dict[str, str]) -> str:
+    """The backend that "auto" stands for here. Raises Refused when "nccl" cannot be had."""
+    if options.backend == "gloo":
+        return "gloo"
+    gpus = count_gpus(environment)
+    if gpus >= options.world_size:
+        return "nccl"
+    if options.backend == "auto":
+        return "gloo"
+    raise Refused(
+        f"backend='nccl' needs a GPU for each of the {options.world_size} ranks, and this machine "
+        f"offers {gpus}: write backend='gloo', or leave backend out"
+    )
+
+
+def count_gpus(environment: dict[str, str]) -> int:
+    """GPUs that NCCL could use, counted in a child: whoever asks CUDA cannot fork any more."""
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))):
+        return 0
+    program = (
+        "import sys, torch, torch.distributed as dist; "
+        "sys.exit(torch.cuda.device_count() if dist.is_nccl_available() else 0)"
+    )
+    if "torch" not in sys.modules:
+        return subprocess.run([sys.executable, "-c", program], env=environment).returncode
+    pid = os.fork()
+    if pid == 0:
+        code = 0
+        try:
+            os.environ.clear()
+            os.environ.update(environment)
+            exec(program)
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def serve_store(listener: socket.socket, world_size: int) -> Any:
+    """A TCPStore on a socket that is bound to 127.0.0.1 already, for MASTER_ADDR's port.
+
+    TCPStore by itself listens on every interface, whatever host name it is given.
+    """
+    import torch.distributed as dist
+
+    host, port = listener.getsockname()
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def stuck_report(number: int, dump: str) -> RankReport:
+    """Where a rank was, from its stack: which call, at which of the learner's lines."""
+    places = source.dumped_places(dump)
+    if not places:
+        return RankReport(number, "stuck", "was busy and did not answer", (), dump)
+    lines = source.learners_lines(reversed(places))
+    collective = ""
+    for file, _, function in places:
+        if source.is_learners(file):
+            break
+        if file.endswith(("distributed_c10d.py", "_tensor.py")) and not function.startswith("_"):
+            collective = function
+    summary = f"was in {collective}" if collective else "was running"
+    return RankReport(number, "stuck", summary, tuple(lines), dump)
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def close_descriptors(keep: set[int]) -> None:
+    """Close every descriptor of this process but those."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def python_command(module: str, function: str, *arguments: int) -> list[str]:
+    """A command that calls a function of ours with numbers, importing as this process does."""
+    program = (
+        f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
+        f"from {module} import {function}; {function}({', '.join(map(str, arguments))})"
+    )
+    return [sys.executable, "-c", program]
+
+
+def _raise_descriptor_limit() -> None:
+    """256 ranks need more descriptors than many systems allow at first."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def run_job(sock: socket.socket, forks: bool) -> None:
+    """The supervisor process, given its end of the kernel's socket."""
+    kernel = Channel(sock)
+    (_, job), _ = kernel.receive()
+    Supervisor(kernel, job, forks).main()
+
+
+def spawned(descriptor: int) -> NoReturn:
+    """The entry point where there is no template to fork from."""
+    run_job(socket.socket(fileno=descriptor), forks=False)
+    os._exit(0)

@@ -1,0 +1,118 @@
+"""The template: a process that has imported what ranks need, and forks a supervisor a job.
+
+It is small and dull on purpose. It has one thread, has run no parallel operation, and has touched
+no GPU, so what it forks is as good as a fresh process; the notebook's kernel is none of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from ddp_lab.launcher import processes, supervisor
+from ddp_lab.launcher.channel import Channel, ChannelClosed
+
+PRELOAD = ("numpy", "torch", "torch.distributed", "torchvision", "IPython.display", "ddp_lab")
+"""What every rank finds imported."""
+
+LATER = ("torchvision.transforms.v2", "torch.nn.parallel", "sklearn.datasets")
+"""What it finds imported, too, once the template has had an idle moment."""
+
+
+def main(control: int, kernel: int) -> NoReturn:
+    """Serve the kernel with process id `kernel` until it goes."""
+    processes.name_process("ddp-lab template")
+    processes.adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        Template(channel, kernel).serve()
+    except (ChannelClosed, KeyboardInterrupt):
+        pass
+    finally:
+        processes.kill_descendants()
+        os._exit(0)
+
+
+class Template:
+    def __init__(self, channel: Channel, kernel: int) -> None:
+        self.channel = channel
+        self.kernel = kernel
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(channel, selectors.EVENT_READ)
+        watch = processes.watch_process(kernel)
+        if watch is not None:
+            self.selector.register(watch, selectors.EVENT_READ, "kernel")
+        self.later = list(LATER)
+
+    def serve(self) -> NoReturn:
+        began = time.perf_counter()
+        for name in PRELOAD:
+            self._import(name)
+        self.channel.send(("ready", time.perf_counter() - began))
+        while True:
+            ready = self.selector.select(1.0 if self.later else None)
+            processes.reap()
+            if not ready and self.later:
+                with contextlib.suppress(ImportError):
+                    self._import(self.later.pop(0))
+                if not self.later:
+                    self.channel.send(("warm",))
+            for key, _ in ready:
+                if key.data == "kernel":
+                    raise ChannelClosed
+                if key.data == "supervisor":  # it has ended, and was reaped above
+                    self.selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                else:
+                    self._take_requests()
+
+    def _import(self, name: str) -> None:
+        """Import a module, and look now and then whether the kernel has died meanwhile."""
+
+        def look(*_: object) -> None:
+            if os.getppid() != self.kernel:
+                os._exit(0)
+
+        signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        try:
+            importlib.import_module(name)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def _take_requests(self) -> None:
+        for _, descriptors in self.channel.receive_available():
+            self._fork_supervisor(descriptors[0])
+        if self.channel.closed:
+            raise ChannelClosed
+
+    def _fork_supervisor(self, descriptor: int) -> None:
+        gc.freeze()  # what is here stays shared: no collection in a rank writes to it
+        parent = os.getpid()
+        if (pid := os.fork()) == 0:
+            code = 70
+            try:
+                processes.die_with_parent(parent)
+                supervisor.close_descriptors(keep={0, 1, 2, descriptor})
+                supervisor.run_job(socket.socket(fileno=descriptor), forks=True)
+                code = 0
+            except ChannelClosed:
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(code)
+        os.close(descriptor)
+        watch = processes.watch_process(pid)
+        if watch is not None:
+            self.selector.register(watch, selectors.EVENT_READ, "supervisor")
