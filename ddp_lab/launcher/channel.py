@@ -141,7 +141,7 @@ class Channel:
                 return
 
     def _parse(self, limit: int | None = None) -> list[tuple[tuple[Any, ...], list[int]]]:
-        messages = []
+        messages: list[tuple[tuple[Any, ...], list[int]]] = []
         start = 0
         while len(self._inbox) - start >= _HEADER.size and len(messages) != limit:
             size, count = _HEADER.unpack_from(self._inbox, start)

@@ -29,14 +29,15 @@ def install(publish: Publish) -> None:
             data, extra = (obj, {}) if raw else render(obj, include, exclude)
             if data:  # empty when the object has displayed itself
                 publish(data, {**extra, **(metadata or {})})
-        return public.DisplayHandle(None if display_id is True else display_id) if display_id else None
+        if not display_id:
+            return None
+        return public.DisplayHandle(None if display_id is True else display_id)
 
     def publish_display_data(data: Any, metadata: Any = None, **_: Any) -> None:
         publish(data, metadata or {})
 
     for module in (display_functions, public):
-        module.display = display  # type: ignore[assignment]
-        module.publish_display_data = publish_display_data  # type: ignore[assignment]
+        vars(module).update(display=display, publish_display_data=publish_display_data)
     builtins.display = display  # type: ignore[attr-defined]  # IPython puts it there, too
 
 

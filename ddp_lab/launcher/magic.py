@@ -24,12 +24,12 @@ def _ranks(text: str) -> list[int]:
 
 
 @magics_class
-class RanksMagics(Magics):  # type: ignore[misc]
+class RanksMagics(Magics):
     """Holds the World of one notebook."""
 
     world: World | None = None
 
-    @magic_arguments()  # type: ignore[untyped-decorator]
+    @magic_arguments()
     @argument("-n", "--nproc-per-node", type=int, help="ranks a node; starts or resizes the world")
     @argument("--nnodes", type=int, help="simulated nodes")
     @argument("-b", "--backend", help="gloo, nccl or auto")
@@ -38,7 +38,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
     @argument("-o", "--output", help="live, by-rank or quiet")
     @argument("-r", "--ranks", type=_ranks, help="run this cell on these ranks only, such as 0,2")
     @argument("--shutdown", action="store_true", help="end the ranks")
-    @line_cell_magic  # type: ignore[untyped-decorator]
+    @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> World | None:
         """Run the cell on every rank; variables stay from cell to cell.
 
@@ -53,7 +53,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
         if cell is None:
             return world
         picked = self._picked(world, arguments.ranks)
-        label, text = f"In[{self.shell.execution_count}]", f"%%ranks {line}\n{cell}"
+        label, text = f"In[{self._number}]", f"%%ranks {line}\n{cell}"
         _check_syntax(cell, label)
         call = prepare(run_cell, (cell, label))
         call.sources[label] = text
@@ -70,6 +70,12 @@ class RanksMagics(Magics):  # type: ignore[misc]
             self._end()
             self.world = World(**vars(options))
         return self.world
+
+    @property
+    def _number(self) -> int:
+        """The number of the cell that is running."""
+        assert self.shell is not None
+        return self.shell.execution_count
 
     def _end(self) -> None:
         if self.world is not None:

@@ -218,7 +218,7 @@ class Rank:
             with contextlib.suppress(ValueError, OSError, AttributeError):
                 libc = ctypes.CDLL(None)  # so that C's prints keep their place among Python's
                 libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 1, 0)
-        sys.stdin = sys.__stdin__ = open(os.devnull)
+        sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the rank lives
         builtins.input = _no_input
         display.install(self._publish)
 
@@ -268,7 +268,8 @@ def group_state() -> dict[str, int] | None:
     if not dist.is_initialized():
         return None
     names = dist.distributed_c10d._world.pg_names
-    return {name: group._get_sequence_number_for_group() for group, name in names.items()}
+    counter = "_get_sequence_number_for_group"  # torch's stubs do not know it
+    return {name: getattr(group, counter)() for group, name in names.items()}
 
 
 class UnsendableResult(Exception):

@@ -63,7 +63,7 @@ def source_of(filename: str) -> str:
 
 
 def remember_source(label: str, text: str) -> None:
-    """Make tracebacks and `inspect.getsource` of this process show `text` for code named `label`."""
+    """Let tracebacks and `inspect.getsource` of this process find the text of code `label`."""
     linecache.cache[label] = (len(text), None, text.splitlines(True), label)
 
 

@@ -93,7 +93,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if storage.device.type == "meta":
             return storage.__reduce_ex__(5)
         flat = torch.tensor([], dtype=torch.uint8).set_(storage.cpu())
-        return _make_storage, (pickle.PickleBuffer(flat.numpy()),)
+        return _make_storage, (pickle.PickleBuffer(flat.numpy().data),)
 
 
 class CallPickler(Pickler):
@@ -104,9 +104,10 @@ class CallPickler(Pickler):
     """
 
     def persistent_id(self, obj: Any) -> str | None:
-        if isinstance(obj, dict) and obj is self.globals_ref.get(id(sys.modules["__main__"].__dict__)):
-            return "namespace"
-        return None
+        if not isinstance(obj, dict):
+            return None
+        stand_in = self.globals_ref.get(id(sys.modules["__main__"].__dict__))
+        return "namespace" if obj is stand_in else None
 
 
 class Unpickler(pickle.Unpickler):

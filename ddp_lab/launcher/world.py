@@ -16,7 +16,6 @@ from typing import Any
 
 from ddp_lab.launcher import client, rank, travel
 from ddp_lab.launcher.channel import Channel, ChannelClosed
-from ddp_lab.launcher.client import TemplateClient
 from ddp_lab.launcher.errors import (
     LaunchError,
     LaunchTimeoutError,
@@ -248,9 +247,7 @@ class _Link:
 class _Conversation:
     """One call, from the request to its end."""
 
-    def __init__(
-        self, link: _Link, options: Options, mode: str, hold: _HoldInterrupts
-    ) -> None:
+    def __init__(self, link: _Link, options: Options, mode: str, hold: _HoldInterrupts) -> None:
         self.link = link
         self.options = options
         self.output = Output(options.world_size, mode)
@@ -292,14 +289,20 @@ class _Conversation:
             worst = next(report for report in reports if report.state == "stuck")
             error = LaunchTimeoutError(
                 timeout_message(self.options.timeout, reports),
-                rank=worst.rank, reports=reports, results=values, output=output,
+                rank=worst.rank,
+                reports=reports,
+                results=values,
+                output=output,
             )
         else:
             cause = find_cause(failures)
             cause = reports[cause.rank]
             error = RankFailedError(
                 failure_message(size, cause, reports),
-                rank=cause.rank, reports=reports, results=values, output=output,
+                rank=cause.rank,
+                reports=reports,
+                results=values,
+                output=output,
             )
         raise error
 
