@@ -29,15 +29,13 @@ class TemplateClient:
         self._lock = threading.Lock()
         self._messages: IO[bytes] = os.fdopen(processes.anonymous_file("ddp-lab-template"), "w+b")
         with theirs:
-            # OpenBLAS and OpenMP must not start threads that a fork would lose.
-            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(
                 python_command("ddp_lab.launcher.template", "main", theirs.fileno(), os.getpid()),
                 stdin=subprocess.DEVNULL,
                 stdout=self._messages,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=environment,
+                env={**os.environ, **_template_variables()},
                 start_new_session=True,  # Jupyter interrupts the kernel's process group
             )
 
@@ -68,6 +66,18 @@ class TemplateClient:
         return lines[-1] if lines else f"exit code {self.process.poll()}"
 
 
+def _template_variables() -> dict[str, str]:
+    """What the template's process needs in its environment; ranks get the notebook's own."""
+    tunables = [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]
+    return {
+        # Neither may start threads that a fork would lose.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        # A heap of huge pages has fewer entries to copy: a fork takes two thirds of the time.
+        "GLIBC_TUNABLES": ":".join(filter(None, tunables)),
+    }
+
+
 _template: TemplateClient | None = None
 _template_lock = threading.Lock()
 _warned = False
@@ -93,9 +103,14 @@ def template() -> TemplateClient:
         return _template
 
 
+def supported() -> bool:
+    """Can this system start ranks at all? Sockets must be able to carry descriptors."""
+    return hasattr(socket, "SCM_RIGHTS")
+
+
 def warm_up() -> None:
     """Start the template, so that the first launch need not wait for its imports."""
-    if forks():
+    if supported() and forks():
         template()
 
 
@@ -113,6 +128,11 @@ def wait_until_warm(seconds: float = 60.0) -> TemplateClient:
 
 def start_job(job: Job) -> tuple[Channel, TemplateClient | None]:
     """Have a supervisor started; the channel to it, and the template that it comes from."""
+    if not supported():
+        raise LaunchError(
+            f"ranks cannot be started on {sys.platform}: run the course in the Windows Subsystem "
+            "for Linux (WSL), or on Linux or macOS"
+        )
     channel, theirs = channel_pair()
     client: TemplateClient | None = None
     if forks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ def timeout_message(seconds: float, reports: Sequence[RankReport]) -> str:
     stuck = sum(report.state == "stuck" for report in reports)
     ranks = "1 rank" if stuck == 1 else f"{stuck} ranks"
     head = f"{ranks} of {len(reports)} had not returned after {seconds:g} s"
-    return "\n".join([head, *_grouped(reports)])
+    stuck_first = sorted(reports, key=lambda report: report.state != "stuck")
+    return "\n".join([head, *_grouped(stuck_first)])
 
 
 def _grouped(reports: Iterable[RankReport], cause: RankReport | None = None) -> list[str]:
@@ -103,7 +105,7 @@ def _grouped(reports: Iterable[RankReport], cause: RankReport | None = None) -> 
     entries = []
     for (summary, lines), ranks in groups.items():
         if len(ranks) > 1:
-            summary = summary.replace("was ", "were ", 1) if summary.startswith("was ") else summary
+            summary = re.sub(r"^was ", "were ", summary).replace("lost its ", "lost their ")
         place = f" ({lines[0].place}:  {lines[0].text})" if lines else ""
         entries.append(f"  {name_ranks(ranks)} {summary}{place}")
     return entries

@@ -13,6 +13,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from ddp_lab.launcher.display import show_open_figures
 from ddp_lab.launcher.options import Options
+from ddp_lab.launcher.source import running_cell_label
 from ddp_lab.launcher.world import World, prepare
 
 
@@ -53,7 +54,7 @@ class RanksMagics(Magics):
         if cell is None:
             return world
         picked = self._picked(world, arguments.ranks)
-        label, text = f"In[{self._number}]", f"%%ranks {line}\n{cell}"
+        label, text = running_cell_label(), f"%%ranks {line}\n{cell}"
         _check_syntax(cell, label)
         call = prepare(run_cell, (cell, label))
         call.sources[label] = text
@@ -70,12 +71,6 @@ class RanksMagics(Magics):
             self._end()
             self.world = World(**vars(options))
         return self.world
-
-    @property
-    def _number(self) -> int:
-        """The number of the cell that is running."""
-        assert self.shell is not None
-        return self.shell.execution_count
 
     def _end(self) -> None:
         if self.world is not None:

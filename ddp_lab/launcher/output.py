@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import deque
@@ -12,11 +13,19 @@ from typing import Any
 KEPT = 16 << 20
 """Bytes that are kept of each stream of each rank."""
 
-_CUT = "[earlier output was cut: the last 16 MiB are kept]\n"
+_CUT = b"[earlier output was cut: the last 16 MiB are kept]\n"
+_CUT_LINE = b"[the beginning of this line was cut] "
+_BLOCK = 1 << 16  # bytes kept in one piece, so that a million short lines are not a million objects
 _BATCH = 0.02  # s between two batches, so that 100,000 lines do not become 100,000 messages
 _REPAINT = 0.1  # s between two states of a progress bar
 _STATUS_WIDTH = 160  # characters of the line that shows progress
-_GLOO_CHATTER = b"[Gloo] Rank "  # "... is connected to 3 peer ranks": not the learner's
+
+# gloo's own words, not the learner's. They may come in the middle of a line that has not ended.
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\n]*\n")
+
+# A nested progress bar goes down a line, paints, and goes up again; when it then goes down to
+# paint once more, that is no new line.
+_UP = b"\x1b[A"
 
 
 @dataclass(frozen=True)
@@ -26,92 +35,148 @@ class Rich:
     data: dict[str, Any]
     metadata: dict[str, Any]
 
+    def __len__(self) -> int:
+        return sum(len(v if isinstance(v, str | bytes) else repr(v)) for v in self.data.values())
+
 
 class Tail:
     """The last KEPT bytes of a stream, with the rich output that came between."""
 
     def __init__(self) -> None:
-        self._pieces: deque[bytes | Rich] = deque()
+        self._pieces: deque[bytearray | Rich] = deque()
         self._size = 0
-        self.cut = False
+        self._dropped = False
 
-    def append(self, piece: bytes | Rich) -> None:
-        self._pieces.append(piece)
-        if isinstance(piece, Rich):
-            return
-        self._size += len(piece)
-        while self._size > KEPT:
-            first = self._pieces.popleft()
-            self.cut = True
-            if isinstance(first, Rich):
-                continue
-            self._size -= len(first)
-            if self._size < KEPT:
-                keep = first[self._size - KEPT :]
-                self._pieces.appendleft(keep)
-                self._size += len(keep)
+    def append(self, text: bytes) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, bytearray) and len(last) < _BLOCK:
+            last += text
+        else:
+            self._pieces.append(bytearray(text))
+        self._size += len(text)
+        self._drop()
+
+    def append_rich(self, rich: Rich) -> None:
+        self._pieces.append(rich)
+        self._size += len(rich)
+        self._drop()
+
+    def _drop(self) -> None:
+        while self._size - len(self._pieces[0]) >= KEPT:  # not exact: `parts` cuts the rest
+            self._size -= len(self._pieces.popleft())
+            self._dropped = True
+
+    def parts(self) -> Iterator[bytes | Rich]:
+        """Text and rich output in the order in which they came; text in whole lines."""
+        pieces = list(self._pieces)
+        excess = self._size - KEPT
+        if excess > 0:
+            first = pieces.pop(0)
+            if isinstance(first, bytearray):
+                line = first.find(b"\n", excess - 1) + 1
+                if line == len(first) and not pieces:  # one line is longer than what is kept
+                    line = excess
+                pieces.insert(0, first[line or excess :])
+        text = bytearray(_CUT if self._dropped or excess > 0 else b"")
+        for piece in pieces:
+            if isinstance(piece, bytearray):
+                text += piece
+            else:
+                yield from [bytes(text)] if text else []
+                yield piece
+                text = bytearray()
+        if text:
+            yield bytes(text)
 
     @property
     def text(self) -> str:
-        data = b"".join(piece for piece in self._pieces if isinstance(piece, bytes))
-        return (_CUT if self.cut else "") + _decode(data)
-
-    def parts(self) -> Iterator[str | Rich]:
-        """Text and rich output in the order in which they came."""
-        text = _CUT.encode() if self.cut else b""
-        for piece in self._pieces:
-            if isinstance(piece, Rich):
-                yield from [_decode(text)] if text else []
-                yield piece
-                text = b""
-            else:
-                text += piece
-        if text:
-            yield _decode(text)
+        return _decode(b"".join(part for part in self.parts() if isinstance(part, bytes)))
 
 
 @dataclass(frozen=True)
 class RankOutput:
-    """What one rank printed in a call: the last 16 MiB of each stream."""
+    """What one rank printed in a call: the last 16 MiB of each stream.
+
+    Of a line that was painted over and over (a progress bar) it has the last state.
+    """
 
     stdout: str
     stderr: str
 
+    def __add__(self, later: RankOutput) -> RankOutput:
+        return RankOutput(self.stdout + later.stdout, self.stderr + later.stderr)
+
 
 class _Stream:
-    """Cuts what arrives from one stream of one rank into whole lines."""
+    """Cuts what arrives from one stream of one rank into whole lines.
+
+    How it arrives, in how many pieces, makes no difference to what comes out.
+    """
 
     def __init__(self) -> None:
         self.tail = Tail()
         self._begun: list[bytes] = []  # a line that has not ended yet
-        self.status = ""  # the line that a progress bar is at
+        self._size = 0  # bytes of it
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are whole now, each with its end."""
-        if b"\n" not in data:
-            self._begun.append(data)
-            lines = []
-        else:
-            *lines, rest = (b"".join(self._begun) + data).split(b"\n")
-            self._begun = [rest] if rest else []
-            if any(_GLOO_CHATTER in line for line in lines):
-                lines = [line for line in lines if _GLOO_CHATTER not in line]
-            self.status = ""
-        if b"\r" in data and self._begun:
-            self._begun = [_visible(b"".join(self._begun)) + b"\r"]
-            self.status = _decode(self._begun[0].rstrip(b"\r"))
-        for line in lines:
-            self.tail.append(line + b"\n")
+    def feed(self, data: bytes) -> bytes:
+        """The lines that are whole now, as a terminal would show them, each with its end."""
+        if b"\n" not in data and b"\r" not in data:
+            self._begin(data)
+            return b""
+        whole = b"".join(self._begun) + data
+        self._begun, self._size = [], 0
+        if b"[Gloo]" in whole:
+            whole = _CHATTER.sub(b"", whole)
+        whole = whole.replace(_UP + b"\n", b"\r")
+        lines, end, rest = whole.rpartition(b"\n")
+        self._begin(_repainted(rest) if b"\r" in rest else rest)
+        lines += end
+        if b"\r" in lines or _UP in lines:
+            lines = b"".join(_visible(line) + b"\n" for line in lines[:-1].split(b"\n"))
+        if lines:
+            self.tail.append(lines)
         return lines
 
-    def end(self) -> list[bytes]:
+    def end(self) -> bytes:
         """What is left of a line without an end."""
-        rest = b"".join(self._begun)
-        self._begun, self.status = [], ""
-        if not rest or _GLOO_CHATTER in rest:
-            return []
-        self.tail.append(rest)
-        return [rest]
+        rest = _visible(b"".join(self._begun))
+        self._begun, self._size = [], 0
+        if rest:
+            self.tail.append(rest)
+        return rest
+
+    @property
+    def status(self) -> str:
+        """The state that a progress bar is at; empty when none is running."""
+        if not any(b"\r" in piece for piece in self._begun):
+            return ""
+        return _visible(b"".join(self._begun)).decode("utf-8", "ignore").strip()
+
+    def _begin(self, data: bytes) -> None:
+        if data:
+            self._begun.append(data)
+        self._size += len(data)
+        if self._size > 2 * KEPT:
+            whole = b"".join(self._begun)
+            self._begun = [_CUT_LINE, whole[-KEPT:]]
+            self._size = len(_CUT_LINE) + KEPT
+
+
+def _repainted(line: bytes) -> bytes:
+    """A line that has not ended, without the states that later ones have painted over."""
+    *painted, last = line.split(b"\r")
+    shown = next((state for state in reversed(painted) if state), b"")
+    return shown + b"\r" + last
+
+
+def _visible(line: bytes) -> bytes:
+    """What stays of a line with carriage returns: the last thing painted, nothing if blank."""
+    if _UP in line:
+        line = line.replace(_UP, b"")
+    if b"\r" not in line:
+        return line
+    shown = next((state for state in reversed(line.split(b"\r")) if state), b"")
+    return shown if shown.strip() else b""
 
 
 class Output:
@@ -126,6 +191,16 @@ class Output:
         self._streams = [{"stdout": _Stream(), "stderr": _Stream()} for _ in range(world_size)]
         self._screen = _Screen()
 
+    def take(self, message: tuple[Any, ...]) -> bool:
+        """Take a message of the supervisor's if it is about output."""
+        if message[0] == "output":
+            self.feed(*message[1:])
+        elif message[0] == "display":
+            self.rich(*message[1:])
+        else:
+            return False
+        return True
+
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take a piece of what a rank wrote to "stdout" or "stderr"."""
         lines = self._streams[rank][stream].feed(data)
@@ -134,14 +209,18 @@ class Output:
 
     def rich(self, rank: int, data: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Take what a rank displayed."""
-        self._streams[rank]["stdout"].tail.append(Rich(data, metadata))
+        stream, rich = self._streams[rank]["stdout"], Rich(data, metadata)
+        begun = stream.end()
         if self.mode == "live":
-            self._screen.flush(self._status())
-            _show_rich(rank, Rich(data, metadata))
+            self._screen.add("stdout", _tagged(rank, begun))
+            self._screen.flush(NO_STATUS)
+            _show_rich(rank, rich)
+        elif self.mode == "by-rank":
+            stream.tail.append_rich(rich)
 
     def flush_due(self) -> float | None:
         """Seconds until `flush` has something to do, None if it has nothing to do."""
-        return self._screen.due(self._status() if self.mode == "live" else "")
+        return self._screen.due(self._status()) if self.mode == "live" else None
 
     def flush(self) -> None:
         """Show what is due."""
@@ -151,10 +230,10 @@ class Output:
         """Show all that is left to show; what each rank printed."""
         for rank, streams in enumerate(self._streams):
             for name, stream in streams.items():
-                lines = stream.end()
+                rest = stream.end()
                 if self.mode == "live":
-                    self._screen.add(name, _tagged(rank, lines))
-        self._screen.flush("")
+                    self._screen.add(name, _tagged(rank, rest))
+        self._screen.flush(NO_STATUS)
         if self.mode == "by-rank":
             self._show_by_rank()
         return [
@@ -167,22 +246,23 @@ class Output:
             for name, stream in streams.items():
                 for part in stream.tail.parts():
                     if isinstance(part, Rich):
-                        self._screen.flush("")
+                        self._screen.flush(NO_STATUS)
                         _show_rich(rank, part)
                     else:
-                        lines = part.removesuffix("\n").encode().split(b"\n")
-                        self._screen.add(name, _tagged(rank, lines))
-        self._screen.flush("")
+                        self._screen.add(name, _tagged(rank, part))
+        self._screen.flush(NO_STATUS)
 
-    def _status(self) -> str:
-        """One line for all progress bars that are running."""
-        running = [
-            f"[rank {rank}] {stream.status}"
-            for rank, streams in enumerate(self._streams)
-            for stream in streams.values()
-            if stream.status
-        ]
-        return " | ".join(running)[:_STATUS_WIDTH]
+    def _status(self) -> tuple[str, str]:
+        """(stream, text) of one line for all progress bars that are running."""
+        for name in ("stderr", "stdout"):
+            states = [(rank, streams[name].status) for rank, streams in enumerate(self._streams)]
+            running = [f"[rank {rank}] {state}" for rank, state in states if state]
+            if running:
+                return name, " | ".join(running)[:_STATUS_WIDTH]
+        return NO_STATUS
+
+
+NO_STATUS = ("stderr", "")
 
 
 class _Screen:
@@ -190,35 +270,37 @@ class _Screen:
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, str]] = []
-        self._shown = ""  # the status line that stands in the cell now
+        self._shown = NO_STATUS  # the status line that stands in the cell now
         self._last = 0.0
 
     def add(self, stream: str, text: str) -> None:
         if text:
             self._pending.append((stream, text))
 
-    def due(self, status: str) -> float | None:
-        interval = _BATCH if self._pending else _REPAINT
+    def due(self, status: tuple[str, str]) -> float | None:
         if not self._pending and status == self._shown:
             return None
+        interval = _BATCH if self._pending else _REPAINT
         return max(0.0, self._last + interval - time.monotonic())
 
-    def flush(self, status: str) -> None:
+    def flush(self, status: tuple[str, str]) -> None:
         if not self._pending and status == self._shown:
             return
         self._last = time.monotonic()
-        if self._shown:
-            self._write("stdout", "\r" + " " * len(self._shown) + "\r")
         pending, self._pending = self._pending, []
+        stream, shown = self._shown
+        if shown:
+            blank = "\r" + " " * len(shown) + "\r"
+            pending.insert(0, (stream, blank))
+        if status[1]:
+            pending.append(status)
+        self._shown = status
         while pending:
             stream = pending[0][0]
             texts = []
             while pending and pending[0][0] == stream:
                 texts.append(pending.pop(0)[1])
             self._write(stream, "".join(texts))
-        if status:
-            self._write("stdout", status)
-        self._shown = status
 
     @staticmethod
     def _write(stream: str, text: str) -> None:
@@ -231,27 +313,23 @@ def _decode(data: bytes) -> str:
     return data.decode("utf-8", "backslashreplace")
 
 
-def _visible(line: bytes) -> bytes:
-    """What a terminal shows of a line with carriage returns: the last piece with text."""
-    pieces = [piece for piece in line.split(b"\r") if piece]
-    return pieces[-1] if pieces else b""
-
-
-def _tagged(rank: int, lines: list[bytes]) -> str:
-    texts = (_decode(_visible(line) if b"\r" in line else line) for line in lines)
-    return "".join(f"[rank {rank}] {text}\n" for text in texts)
+def _tagged(rank: int, lines: bytes) -> str:
+    """Each line with its rank, and with an end."""
+    if not lines:
+        return ""
+    tag = f"[rank {rank}] "
+    return tag + _decode(lines).removesuffix("\n").replace("\n", "\n" + tag) + "\n"
 
 
 def _show_rich(rank: int, rich: Rich) -> None:
     from IPython.core.getipython import get_ipython
 
-    text = rich.data.get("text/plain", "")
     if get_ipython() is None or set(rich.data) == {"text/plain"}:
-        print("".join(f"[rank {rank}] {line}\n" for line in str(text).splitlines()), end="")
+        sys.stdout.write(_tagged(rank, str(rich.data.get("text/plain", "")).encode()))
     else:
         from IPython.display import publish_display_data
 
-        print(f"[rank {rank}]")
+        sys.stdout.write(f"[rank {rank}]\n")
         sys.stdout.flush()
         publish_display_data(rich.data, rich.metadata)
     sys.stdout.flush()

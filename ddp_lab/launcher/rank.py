@@ -26,7 +26,7 @@ from ddp_lab.launcher.channel import Channel, ChannelClosed
 from ddp_lab.launcher.errors import RankReport
 from ddp_lab.launcher.travel import Parcel
 
-STACK_SIGNAL = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else 0
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", None) or getattr(signal, "SIGUSR2", 0)
 """A rank that gets this signal writes its main thread's stack, whatever it is doing."""
 
 current: int | None = None
@@ -122,8 +122,7 @@ class Rank:
         signal.signal(signal.SIGINT, self._on_interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         faulthandler.enable(dump)
-        if STACK_SIGNAL:
-            faulthandler.register(STACK_SIGNAL, dump, all_threads=False)
+        faulthandler.register(STACK_SIGNAL, dump, all_threads=False)
         os.environ.clear()
         os.environ.update({**self.seat.environment, **self.seat.variables})
         os.chdir(self.seat.directory)
@@ -224,7 +223,12 @@ class Rank:
 
     def _publish(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
         flush_streams()
-        self.channel.send(("display", data, metadata))
+        relayed, relay = os.pipe()
+        try:
+            self.channel.send(("display", data, metadata), [relay])
+            os.read(relayed, 1)  # what this rank prints next must not overtake it
+        finally:
+            os.close(relayed)
 
     def _become_main(self) -> None:
         module = types.ModuleType("__main__")

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LAUNCHER = os.path.join(_PACKAGE, "launcher") + os.sep
@@ -48,13 +49,44 @@ class Line:
 
 def cell_label(filename: str) -> str | None:
     """`In[5]` for the file name under which IPython compiled a cell, else None."""
+    shell = _shell()
+    name = shell.compile.format_code_name(filename) if shell else None
+    if not name or name[0] != "Cell":
+        return None
+    if _counts_cells(shell):
+        return str(name[1])
+    return f"In[{list(_compiled(shell)).index(filename) + 1}]"
+
+
+def running_cell_label() -> str:
+    """`In[5]` for the cell that is running now. Only under IPython."""
+    shell = _shell()
+    return f"In[{shell.execution_count if _counts_cells(shell) else len(_compiled(shell))}]"
+
+
+def _shell() -> Any:
     if "IPython" not in sys.modules:
         return None
     from IPython.core.getipython import get_ipython
 
-    shell = get_ipython()
-    name = shell.compile.format_code_name(filename) if shell else None
-    return name[1] if name and name[0] == "Cell" else None
+    return get_ipython()
+
+
+def _counts_cells(shell: Any) -> bool:
+    """Does the running cell have a number of its own?
+
+    Clients that keep no history, such as nbval, leave every cell at the number 1. Then a cell
+    goes by its place among all that ran, the number that it has where they are counted.
+    """
+    kernel = getattr(shell, "kernel", None)
+    request = kernel.get_parent("shell") if kernel is not None else {}
+    counted = request.get("content", {}).get("store_history", True)
+    return bool(counted) or not _compiled(shell)
+
+
+def _compiled(shell: Any) -> dict[str, int]:
+    """The file names of the cells that IPython has compiled, in order."""
+    return getattr(shell.compile, "_filename_map", {})
 
 
 def source_of(filename: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import selectors
 import shutil
 import signal
@@ -359,6 +358,9 @@ class Supervisor:
             self._relay_output(member)
             if message[0] == "display":
                 self.kernel.post(("display", member.number, *message[1:]))
+                with contextlib.suppress(OSError):
+                    os.write(descriptors[0], b"!")  # it waits for that
+                os.close(descriptors[0])
             elif message[0] == "done":
                 _, succeeded, content, member.group = message
                 member.answered = True
@@ -558,6 +560,8 @@ def python_command(module: str, function: str, *arguments: int) -> list[str]:
 
 def _raise_descriptor_limit() -> None:
     """256 ranks need more descriptors than many systems allow at first."""
+    import resource  # Windows, where this module can be imported too, has none
+
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from ddp_lab.launcher.errors import (
     timeout_message,
 )
 from ddp_lab.launcher.options import Function, Options, check_function
-from ddp_lab.launcher.output import Output
+from ddp_lab.launcher.output import Output, RankOutput
 from ddp_lab.launcher.results import Results
 from ddp_lab.launcher.source import line_at, remember_source
 from ddp_lab.launcher.supervisor import Job
@@ -65,7 +66,9 @@ def launch(
     call = prepare(fn, args)
     with World._of(options) as world:
         world._keeps_variables = False
-        return world._call(call)
+        results = world._call(call)
+        results.output = list(map(operator.add, results.output, world._end()))
+        return results
 
 
 class World:
@@ -107,6 +110,7 @@ class World:
         self._link: _Link | None = None
         self._busy = threading.Lock()
         self._closed = False
+        self._mode = "live"  # of the last call
         self._keeps_variables = True  # worth a word when they are lost
 
     @property
@@ -143,12 +147,18 @@ class World:
 
     def shutdown(self) -> None:
         """End the ranks. Further calls raise LaunchError; calling this twice does no harm."""
+        self._end()
+
+    def _end(self) -> list[RankOutput]:
+        """End the ranks; what they printed since the last call, in exit handlers for example."""
         with self._busy:
             self._closed = True
             link, self._link = self._link, None
+            output = Output(self.world_size, self._mode)
             if link is not None:
                 with _HoldInterrupts() as hold:
-                    link.leave(hold)
+                    link.leave(hold, output)
+            return output.finish()
 
     def __enter__(self) -> World:
         return self
@@ -161,16 +171,16 @@ class World:
         try:
             if self._closed:
                 raise LaunchError("this World has been shut down: make a new one")
-            mode = self.options.output_mode
+            self._mode = mode = self.options.output_mode
             with self._busy, _HoldInterrupts() as hold:
                 if self._link is None:
                     self._link = _Link(self.options)
                 conversation = _Conversation(self._link, self.options, mode, hold)
                 try:
                     return conversation.hold(call, picked)
-                except LaunchError as error:
+                except (LaunchError, KeyboardInterrupt) as error:
                     if self._keeps_variables and not self._link.open:
-                        error.args = (f"{error}\n  {_LOST}",)
+                        error.args = (f"{error}\n  {_LOST}".lstrip(),)
                     raise
                 finally:
                     if not self._link.open:
@@ -230,18 +240,21 @@ class _Link:
         self.open = False
         self._finalizer()
 
-    def leave(self, hold: _HoldInterrupts) -> None:
+    def leave(self, hold: _HoldInterrupts, output: Output) -> None:
         """Let the ranks end, and wait until nothing is left of them."""
         try:
-            self.channel.send(("close",))
-            while not hold.interrupted:
-                hold.wait(self.channel, None)
-                self.channel.receive_available()
-                if self.channel.closed:
-                    break
-        except ChannelClosed:
-            pass
-        self.close()
+            with contextlib.suppress(ChannelClosed):
+                self.channel.send(("close",))
+            while not (hold.interrupted or self.channel.closed):
+                hold.wait(self.channel, output.flush_due())
+                for message, descriptors in self.channel.receive_available():
+                    output.take(message)
+                    for descriptor in descriptors:  # of nobody's interest any more
+                        os.close(descriptor)
+                if output.flush_due() == 0.0:
+                    output.flush()
+        finally:
+            self.close()
 
 
 class _Conversation:
@@ -268,8 +281,10 @@ class _Conversation:
             link.channel.send(message, share.descriptors)
         try:
             self._listen()
-        finally:
             output = self.output.finish()
+        except BaseException:  # the cell cannot be written to: the call is lost
+            link.open = False
+            raise
         if self.ending is None:
             return self._raise_without_ending()
         _, outcome, goes_on, failures, stuck = self.ending
@@ -342,11 +357,9 @@ class _Conversation:
 
     def _take(self, message: tuple[Any, ...], descriptors: list[int]) -> None:
         kind = message[0]
-        if kind == "output":
-            self.output.feed(*message[1:])
-        elif kind == "display":
-            self.output.rich(*message[1:])
-        elif kind == "result":
+        if self.output.take(message):
+            return
+        if kind == "result":
             _, number, parcel = message
             parcel.descriptor = descriptors[0] if descriptors else None
             self.values[number] = parcel
