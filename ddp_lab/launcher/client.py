@@ -35,7 +35,8 @@ class TemplateClient:
                 stdout=self._messages,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_template_variables()},
+                # OpenBLAS and OpenMP must not start threads that a fork would lose.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Jupyter interrupts the kernel's process group
             )
 
@@ -64,18 +65,6 @@ class TemplateClient:
         self._messages.seek(0)
         lines = self._messages.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.process.poll()}"
-
-
-def _template_variables() -> dict[str, str]:
-    """What the template's process needs in its environment; ranks get the notebook's own."""
-    tunables = [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]
-    return {
-        # Neither may start threads that a fork would lose.
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        # A heap of huge pages has fewer entries to copy: a fork takes two thirds of the time.
-        "GLIBC_TUNABLES": ":".join(filter(None, tunables)),
-    }
 
 
 _template: TemplateClient | None = None

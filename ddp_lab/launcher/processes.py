@@ -13,11 +13,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_MADV_COLLAPSE = 25
+_HUGE_PAGE = 2 << 20
 
 # These clean up after others once those have gone (shared memory, semaphores), so at the end
 # they get a moment that nobody else gets.
@@ -47,6 +50,27 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above took effect
         os._exit(1)
+
+
+def merge_pages() -> Iterator[None]:
+    """Merge this process's memory into huge pages, 2 MiB a step (Linux 6.1 and newer).
+
+    A fork copies one entry for each page, and an exit drops it: with huge pages both take a third
+    of the time. Pages that a child then writes to are copied in small pieces, as before.
+    """
+    if not LINUX:
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with open("/proc/self/maps") as file:
+        mappings = [line.split() for line in file]
+    for span, access, _, _, _, *name in mappings:
+        if access != "rw-p" or name not in ([], ["[heap]"]):
+            continue
+        start, end = (int(address, 16) for address in span.split("-"))
+        for piece in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+            madvise(piece, _HUGE_PAGE, _MADV_COLLAPSE)  # where it is refused all stays as it was
+            yield
 
 
 def watch_process(pid: int) -> int | None:

@@ -26,7 +26,7 @@ from ddp_lab.launcher.channel import Channel, ChannelClosed
 from ddp_lab.launcher.errors import RankReport
 from ddp_lab.launcher.travel import Parcel
 
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", None) or getattr(signal, "SIGUSR2", 0)
+STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", 0) or getattr(signal, "SIGUSR2", 0)
 """A rank that gets this signal writes its main thread's stack, whatever it is doing."""
 
 current: int | None = None
@@ -276,15 +276,26 @@ def group_state() -> dict[str, int] | None:
     return {name: getattr(group, counter)() for group, name in names.items()}
 
 
+_PLAIN = "return numbers, tensors, a state_dict or other plain data"
+
+
 class UnsendableResult(Exception):
     """Stands for a result that could not be pickled."""
 
     def __init__(self, value: Any, error: Exception) -> None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         super().__init__(
-            f"returned a {kind}, which cannot be sent to the notebook ({error}): return numbers, "
-            "tensors, a state_dict or other plain data"
+            f"returned a {kind}, which cannot be sent to the notebook ({error}): {_PLAIN}"
         )
+
+
+def describe_lost_result(rank: int, error: Exception) -> RankReport:
+    """A report, made in the notebook, of a result that arrived but cannot be unpickled there."""
+    summary = (
+        "returned something that cannot be rebuilt in the notebook "
+        f"({_name_and_message(error)}): {_PLAIN}"
+    )
+    return RankReport(rank, "raised", summary, (), _whole_traceback(error))
 
 
 # gloo and NCCL say one of these when a peer has gone: a consequence, never the cause.

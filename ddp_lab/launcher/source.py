@@ -61,7 +61,8 @@ def cell_label(filename: str) -> str | None:
 def running_cell_label() -> str:
     """`In[5]` for the cell that is running now. Only under IPython."""
     shell = _shell()
-    return f"In[{shell.execution_count if _counts_cells(shell) else len(_compiled(shell))}]"
+    numbers = _compiled(shell)  # not shell.execution_count: IPython 9 has raised it by now
+    return f"In[{max(numbers.values()) if _counts_cells(shell) else len(numbers)}]"
 
 
 def _shell() -> Any:
@@ -81,12 +82,12 @@ def _counts_cells(shell: Any) -> bool:
     kernel = getattr(shell, "kernel", None)
     request = kernel.get_parent("shell") if kernel is not None else {}
     counted = request.get("content", {}).get("store_history", True)
-    return bool(counted) or not _compiled(shell)
+    return bool(counted)
 
 
 def _compiled(shell: Any) -> dict[str, int]:
-    """The file names of the cells that IPython has compiled, in order."""
-    return getattr(shell.compile, "_filename_map", {})
+    """The number of each cell that IPython has compiled, by file name, in order."""
+    return shell.compile._filename_map  # type: ignore[no-any-return]
 
 
 def source_of(filename: str) -> str:

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from typing import NoReturn
 
 from ddp_lab.launcher import processes, supervisor
@@ -26,6 +27,8 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torchvision", "IPython.displa
 
 LATER = ("torchvision.transforms.v2", "torch.nn.parallel", "sklearn.datasets")
 """What it finds imported, too, once the template has had an idle moment."""
+
+_IDLE = 1.0  # s without a job that make such a moment
 
 
 def main(control: int, kernel: int) -> NoReturn:
@@ -52,21 +55,23 @@ class Template:
         watch = processes.watch_process(kernel)
         if watch is not None:
             self.selector.register(watch, selectors.EVENT_READ, "kernel")
-        self.later = list(LATER)
+        self.pastime = self._pass_time()
+        self.warm = False
 
     def serve(self) -> NoReturn:
         began = time.perf_counter()
         for name in PRELOAD:
             self._import(name)
         self.channel.send(("ready", time.perf_counter() - began))
+        pause = _IDLE
         while True:
-            ready = self.selector.select(1.0 if self.later else None)
+            ready = self.selector.select(None if self.warm else pause)
             processes.reap()
-            if not ready and self.later:
-                with contextlib.suppress(ImportError):
-                    self._import(self.later.pop(0))
-                if not self.later:
-                    self.channel.send(("warm",))
+            if ready:
+                pause = _IDLE
+            elif not self.warm:
+                pause = 0.0
+                self.warm = next(self.pastime, True)
             for key, _ in ready:
                 if key.data == "kernel":
                     raise ChannelClosed
@@ -75,6 +80,17 @@ class Template:
                     os.close(key.fd)
                 else:
                     self._take_requests()
+
+    def _pass_time(self) -> Iterator[bool]:
+        """Get faster, in small steps between which a job can be taken."""
+        for name in LATER:
+            with contextlib.suppress(ImportError):
+                self._import(name)
+            yield False
+        gc.collect()
+        for _ in processes.merge_pages():
+            yield False
+        self.channel.send(("warm",))
 
     def _import(self, name: str) -> None:
         """Import a module, and look now and then whether the kernel has died meanwhile."""

@@ -6,15 +6,19 @@ arrays) are written once into an anonymous file in memory and mapped by whoever 
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import inspect
 import io
 import itertools
 import mmap
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import cloudpickle
@@ -70,6 +74,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._reduce_typed_storage(obj)
             if isinstance(obj, torch.UntypedStorage):
                 return self._reduce_storage(obj)
+            if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():
+                return self._reduce_as_integers(obj)
+        if isinstance(obj, BaseException) and isinstance(type(obj).__init__, FunctionType):
+            return self._reduce_exception(obj)
         return super().reducer_override(obj)
 
     def _reduce_code(self, code: CodeType) -> Any:
@@ -94,6 +102,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return storage.__reduce_ex__(5)
         flat = torch.tensor([], dtype=torch.uint8).set_(storage.cpu())
         return _make_storage, (pickle.PickleBuffer(flat.numpy().data),)
+
+    def _reduce_as_integers(self, tensor: Any) -> Any:
+        # Pickle and torch disagree on storages of float8, uint16 and the like.
+        import torch
+
+        same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        plain = tensor.detach().view(same_size[tensor.dtype.itemsize])
+        return torch.Tensor.view, (plain, tensor.dtype)
+
+    def _reduce_exception(self, error: BaseException) -> Any:
+        # Python would call the class with `args`, which is wrong for many an `__init__`.
+        if type(error).__reduce__ is not BaseException.__reduce__:
+            return NotImplemented
+        return _make_exception, (type(error), error.args), error.__dict__ or None
 
 
 class CallPickler(Pickler):
@@ -138,6 +160,12 @@ def _make_storage(buffer: Any) -> Any:
     return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
+def _make_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
 def _make_typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 
@@ -176,14 +204,32 @@ def unpack(parcel: Parcel, namespace: dict[str, Any] | None = None, private: boo
         whole = memoryview(bytearray(parcel.inline))
     else:
         assert parcel.descriptor is not None
-        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
         try:
-            length = offsets[-1] + parcel.sizes[-1]
-            whole = memoryview(mmap.mmap(parcel.descriptor, length, access=access))
+            whole = _map(parcel.descriptor, offsets[-1] + parcel.sizes[-1], private)
         finally:
             parcel.close()
     segments = [whole[at : at + size] for at, size in zip(offsets, parcel.sizes, strict=True)]
     return Unpickler(io.BytesIO(segments[0]), segments[1:], namespace).load()
+
+
+def _map(descriptor: int, length: int, private: bool) -> memoryview:
+    """A file's bytes as memory; it is unmapped when nothing refers to it any more."""
+    if not processes.LINUX:
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        return memoryview(mmap.mmap(descriptor, length, access=access))
+    # The mmap module would keep a descriptor open for each result that a notebook holds on to.
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, sharing, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_char * length).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, length).atexit = False
+    return memoryview(memory).cast("B")
 
 
 def _round_up(size: int) -> int:
@@ -211,28 +257,40 @@ def _write(segments: list[memoryview]) -> int:
 
 def culprit(fn: Any, args: tuple[Any, ...]) -> str | None:
     """What in a function or its arguments cannot be pickled, by the name the learner gave it."""
-    named = [(f"argument {i + 1}", value) for i, value in enumerate(args)]
-    for name, value in [*_names_in(fn), *named]:
-        if (found := _blame(name, value, depth=4, seen=set())) is not None:
+    seen = {id(fn)}
+    for name, value in [*_names_in(fn), *_named_arguments(fn, args)]:
+        if (found := _blame(name, value, depth=8, seen=seen)) is not None:
             return found
     return None
 
 
+def _named_arguments(fn: Any, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    try:
+        given = inspect.signature(fn).bind(*args).arguments
+    except (TypeError, ValueError):  # builtins may have no signature
+        given = {f"argument {i}": value for i, value in enumerate(args, 1)}
+    return list(given.items())
+
+
 def _names_in(fn: Any) -> list[tuple[str, Any]]:
     """The variables that travel with a function: closure, globals that it reads, defaults."""
-    if hasattr(fn, "__func__"):
+    if isinstance(fn, MethodType):
         return [("self", fn.__self__), *_names_in(fn.__func__)]
+    if isinstance(fn, functools.partial):
+        return [*_names_in(fn.func), *_named_arguments(fn.func, fn.args), *fn.keywords.items()]
+    if isinstance(fn, type):
+        return [(fn.__qualname__, fn)]
     if not isinstance(fn, FunctionType):
-        return [(f"the {type(fn).__name__}", fn)]
+        return [("self", fn)]  # an object that can be called
     names = []
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+    code = fn.__code__
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
         try:
             names.append((name, cell.cell_contents))
         except ValueError:  # not assigned yet
             continue
-    read = cloudpickle.cloudpickle._extract_code_globals(fn.__code__)
+    read = cloudpickle.cloudpickle._extract_code_globals(code)
     names += [(name, fn.__globals__[name]) for name in read if name in fn.__globals__]
-    code = fn.__code__
     defaults = fn.__defaults__ or ()
     positional = code.co_varnames[: code.co_argcount]
     names += list(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
@@ -252,16 +310,35 @@ def _blame(name: str, value: Any, depth: int, seen: set[int]) -> str | None:
 
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, FunctionType):
+    if isinstance(value, FunctionType | functools.partial):
         return [(f"{part}` in `{name}", content) for part, content in _names_in(value)]
+    if isinstance(value, MethodType):
+        return [(f"{name}.__self__", value.__self__), (name, value.__func__)]
+    if isinstance(value, property):
+        return [(name, value.fget), (name, value.fset)]
+    if isinstance(value, staticmethod | classmethod):
+        return [(name, value.__func__)]
     if isinstance(value, dict):
         return [(f"{name}[{key!r}]", content) for key, content in value.items()]
     if isinstance(value, list | tuple):
         return [(f"{name}[{i}]", content) for i, content in enumerate(value)]
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(value, type):
-        return [(f"{name}.{part}", content) for part, content in attributes.items()]
-    return []
+    parts = [(f"{name}.{part}", content) for part, content in _attributes(value)]
+    if not isinstance(value, type):  # the class travels too
+        parts.append((type(value).__qualname__, type(value)))
+    return parts
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    slots = [
+        slot
+        for kind in type(value).__mro__
+        for slot in getattr(kind, "__slots__", ())
+        if not slot.startswith("__") and hasattr(value, slot)
+    ]
+    return [
+        *getattr(value, "__dict__", {}).items(),
+        *((slot, getattr(value, slot)) for slot in slots),
+    ]
 
 
 def _travels(value: Any) -> bool:

@@ -294,8 +294,9 @@ class _Conversation:
         if outcome == "interrupted" or self.interrupts.consume():
             self._discard()
             raise KeyboardInterrupt
-        values = self._values()
-        if outcome == "returned":
+        values, lost = self._values()
+        failures = [*failures, *lost]
+        if outcome == "returned" and not lost:
             return Results(values, output)
         reports = self._reports(ranks, failures, stuck, outcome)
         error: LaunchError
@@ -399,11 +400,16 @@ class _Conversation:
             words = f"the template process ended: {template.last_words()}"
         raise LaunchError(words or "the supervisor of the ranks was killed")
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> tuple[list[Any], list[RankReport]]:
+        """What each rank returned, and a report for each whose value cannot be rebuilt here."""
         values: list[Any] = [None] * self.options.world_size
+        failures = []
         for number, parcel in self.values.items():
-            values[number] = travel.unpack(parcel)
-        return values
+            try:
+                values[number] = travel.unpack(parcel)
+            except Exception as error:
+                failures.append(rank.describe_lost_result(number, error))
+        return values, failures
 
     def _discard(self) -> None:
         for parcel in self.values.values():
