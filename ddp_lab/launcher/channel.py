@@ -33,6 +33,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
+        self._owner = os.getpid()
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._inbox = bytearray()
         self._descriptors: deque[int] = deque()
@@ -110,6 +111,9 @@ class Channel:
     def close(self) -> None:
         """Close our end, and the descriptors that nobody took."""
         self.closed = True
+        if self._owner == os.getpid():  # forks of this process hold copies, which would delay it
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._lock:
             for _, descriptors in self._outbox:

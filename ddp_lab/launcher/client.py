@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -43,6 +44,12 @@ class TemplateClient:
     @property
     def usable(self) -> bool:
         return self.owner == os.getpid() and self.process.poll() is None
+
+    def has_ended(self) -> bool:
+        """Has it ended, or is it about to?"""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.2)
+        return not self.usable
 
     @property
     def ready(self) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import io
 import sys
+import tokenize
+import warnings
 from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ddp_lab.launcher.display import show_open_figures
+from ddp_lab.launcher.errors import LaunchError
 from ddp_lab.launcher.options import Options
-from ddp_lab.launcher.source import running_cell_label
+from ddp_lab.launcher.source import Line, running_cell_label
 from ddp_lab.launcher.world import World, prepare
 
 
@@ -28,7 +32,10 @@ def _ranks(text: str) -> list[int]:
 class RanksMagics(Magics):
     """Holds the World of one notebook."""
 
-    world: World | None = None
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        loaded_before = shell.magics_manager.registry.get(type(self).__name__)
+        self.world: World | None = getattr(loaded_before, "world", None)
 
     @magic_arguments()
     @argument("-n", "--nproc-per-node", type=int, help="ranks a node; starts or resizes the world")
@@ -41,35 +48,40 @@ class RanksMagics(Magics):
     @argument("--shutdown", action="store_true", help="end the ranks")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> World | None:
-        """Run the cell on every rank; variables stay from cell to cell.
+        """Run the cell on every rank; variables stay from cell to cell, and so do options.
 
         The last expression is shown for each rank. `%ranks` alone gives the World, for `put`,
-        `get` and `run`.
+        `get` and `run`. Another number of ranks, backend or number of threads starts them afresh,
+        without variables.
         """
         arguments = parse_argstring(self.ranks, line)
         if arguments.shutdown:
             self._end()
             return None
-        world = self._world(arguments)
+        options = self._options(arguments)  # whatever is wrong is found before anything changes
         if cell is None:
-            return world
-        picked = self._picked(world, arguments.ranks)
+            return self._world(options)
+        picked = _picked(arguments.ranks, options.world_size)
         label, text = running_cell_label(), f"%%ranks {line}\n{cell}"
         _check_syntax(cell, label)
         call = prepare(run_cell, (cell, label))
         call.sources[label] = text
-        world._call(call, picked)
+        self._world(options)._call(call, picked)
         return None
 
-    def _world(self, arguments: argparse.Namespace) -> World:
-        """The World that the arguments ask for: the one that runs, if they don't differ."""
+    def _options(self, arguments: argparse.Namespace) -> Options:
+        """What the arguments ask for, on top of what the World has."""
         names = ("nproc_per_node", "nnodes", "backend", "threads", "timeout", "output")
         asked = {name: getattr(arguments, name) for name in names}
         kept = vars(self.world.options) if self.world is not None else {}
-        options = Options(**{**kept, **{k: v for k, v in asked.items() if v is not None}})
-        if self.world is None or self.world.options != options:
+        return Options(**{**kept, **{k: v for k, v in asked.items() if v is not None}})
+
+    def _world(self, options: Options) -> World:
+        """The World that runs, if it has the shape that the options ask for, else a new one."""
+        if self.world is None or self.world.closed or _shape(self.world.options) != _shape(options):
             self._end()
             self.world = World(**vars(options))
+        self.world.options = options
         return self.world
 
     def _end(self) -> None:
@@ -77,41 +89,67 @@ class RanksMagics(Magics):
             self.world.shutdown()
             self.world = None
 
-    @staticmethod
-    def _picked(world: World, picked: list[int] | None) -> list[int] | None:
-        for rank in picked or []:
-            if not 0 <= rank < world.world_size:
-                raise ValueError(
-                    f"there is no rank {rank} among {world.world_size}: write ranks from 0 to "
-                    f"{world.world_size - 1}"
-                )
-        return picked
+
+def _shape(options: Options) -> tuple[Any, ...]:
+    """What cannot change while ranks run; the rest holds from one cell to the next."""
+    return options.nproc_per_node, options.nnodes, options.backend, options.threads
+
+
+def _picked(picked: list[int] | None, world_size: int) -> list[int] | None:
+    for rank in picked or []:
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"there is no rank {rank} among {world_size}: write ranks from 0 to "
+                f"{world_size - 1}, such as -r 0"
+            )
+    return picked
+
+
+class CellSyntaxError(LaunchError):
+    """The cell is not Python. Not a SyntaxError, for which IPython would show frames of ours."""
+
+    def _render_traceback_(self) -> list[str]:
+        return f"SyntaxError: {self}".splitlines()
 
 
 def _check_syntax(cell: str, label: str) -> None:
-    """Raise a SyntaxError here, once, rather than on every rank."""
+    """Raise a CellSyntaxError here, once, rather than on every rank."""
     try:
-        _parse(cell, label)
+        compile(_parse(cell, label), label, "exec", dont_inherit=True)
     except SyntaxError as error:
-        shown = f"{label}, line {error.lineno}:  {(error.text or '').strip()}"
-        lines = [f"SyntaxError: {error.msg}", f"  {shown}"]
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-        raise
+        number = error.lineno or 1
+        text = ["", *cell.splitlines()][number - 1 : number]
+        message = f"{error.msg}\n  {Line(label, number, '<module>', ''.join(text).strip())}"
+    else:
+        return
+    raise CellSyntaxError(message)
 
 
 def _parse(cell: str, label: str) -> ast.Module:
     return ast.parse("\n" + cell, label)  # the magic's own line comes first
 
 
+def _is_quiet(cell: str) -> bool:
+    """Does a semicolon end the cell, so that its last value is not shown?"""
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(cell).readline)
+    texts = [token.string for token in tokens if token.type not in skipped]
+    return texts[-1:] == [";"]
+
+
 def run_cell(cell: str, label: str) -> None:
     """Run in a rank: the cell in its namespace, then the last expression shown."""
     namespace = sys.modules["__main__"].__dict__
-    tree = _parse(cell, label)
-    last: Any = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not cell.rstrip().endswith(";"):
-        last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
-    exec(compile(tree, label, "exec"), namespace)
-    value = eval(compile(last, label, "eval"), namespace) if last is not None else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # the notebook has shown it
+        tree = _parse(cell, label)
+        last: Any = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr) and not _is_quiet(cell):
+            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+        program = compile(tree, label, "exec", dont_inherit=True)
+        expression = last and compile(last, label, "eval", dont_inherit=True)
+    exec(program, namespace)
+    value = eval(expression, namespace) if expression is not None else None
     if value is not None:
         namespace["_"] = value
         builtins.display(value)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
@@ -115,14 +115,16 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill_descendants(janitor_seconds: float = 0.3) -> None:
+def kill_descendants(janitor_seconds: float = 0.3, spare: Collection[int] = ()) -> None:
     """Kill and reap everything below this process, which must have called `adopt_orphans`.
+
+    The children in `spare`, and what is below them, live on.
 
     Children of the killed become our children, so killing and looking again until there is none
     reaches all of them, even those that called setsid, ignore SIGTERM, or are stopped.
     """
     deadline = time.monotonic() + janitor_seconds
-    while pids := children():
+    while pids := [pid for pid in children() if pid not in spare]:
         spare_janitors = time.monotonic() < deadline
         for pid in pids:
             if not (spare_janitors and _is_janitor(pid)):

@@ -113,6 +113,7 @@ class Rank:
         self.channel = channel
         self.namespace: dict[str, Any] = {}
         self.calling = False
+        self.pid = os.getpid()
 
     def take_seat(self, dump: int) -> None:
         global current
@@ -142,14 +143,16 @@ class Rank:
             if message[0] == "leave":
                 self._leave()
             _, parcel, sources, rejoin = message
-            parcel.descriptor = descriptors[0] if descriptors else None
             for label, text in sources.items():
                 source.remember_source(label, text)
             if rejoin:
                 failure = self._join_group(rejoin)
             if failure is not None:
                 self.channel.send(("done", False, failure, None))
+            elif parcel is None:
+                self.channel.send(("done", True, None, group_state()))
             else:
+                parcel.descriptor = descriptors[0] if descriptors else None
                 self._answer(parcel)
 
     def _answer(self, parcel: Parcel) -> None:
@@ -160,6 +163,8 @@ class Rank:
             result = self._call(parcel)
         except BaseException as error:
             self.calling = False
+            if os.getpid() != self.pid:
+                _end_fork(error)
             report = describe(self.seat.rank, error)
         finally:
             self.calling = False
@@ -179,6 +184,8 @@ class Rank:
                 raise
             value = None
         self.calling = False
+        if os.getpid() != self.pid:
+            _end_fork()
         try:
             return travel.pack(value)[0]
         except Exception as error:
@@ -260,6 +267,20 @@ class Rank:
             atexit._run_exitfuncs()
         flush_streams()
         os._exit(0)
+
+
+def _end_fork(error: BaseException | None = None) -> NoReturn:
+    """End a process that the learner's function has forked and that has come back from it.
+
+    It must not answer in its parent's place; it ends as it would in a program.
+    """
+    code = 0 if error is None else 1
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code
+    elif error is not None:
+        traceback.print_exception(error)
+    flush_streams()
+    os._exit(code)
 
 
 def group_state() -> dict[str, int] | None:

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ class Job:
     directory: str
     path: list[str]
     kernel: int  # process id
+    temporary: str  # a folder that the job makes, and that goes when it ends
 
 
 class KernelGone(Exception):
@@ -84,7 +84,6 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self.paused = False
         self.stopping = False  # deaths are our own doing now
-        self.temporary = ""
 
     def main(self) -> None:
         """Run the job to its end."""
@@ -92,23 +91,25 @@ class Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         processes.adopt_orphans()
         self.selector.register(self.kernel, selectors.EVENT_READ, self._read_kernel)
-        kernel_watch = processes.watch_process(self.job.kernel)
-        if kernel_watch is not None:
-            self.selector.register(kernel_watch, selectors.EVENT_READ, self._kernel_died)
         try:
+            for pid in {self.job.kernel, os.getppid()}:
+                watch = processes.watch_process(pid)
+                if watch is not None:
+                    self.selector.register(watch, selectors.EVENT_READ, self._kernel_died)
+                elif self.forks and pid == os.getppid():
+                    processes.die_with_parent(pid)
             self._start()
             self._read_kernel()  # what came along with the job
             self._serve()
         except Refused as refusal:
             self.kernel.post(("refused", str(refusal)))
         except KernelGone:
-            pass
+            return  # nobody reads what is still to be sent
         except OSError as error:
             self.kernel.post(("broken", f"the system refused to start the ranks: {error}"))
         finally:
             processes.kill_descendants()
-            if self.temporary:
-                shutil.rmtree(self.temporary, ignore_errors=True)
+            shutil.rmtree(self.job.temporary, ignore_errors=True)
         with contextlib.suppress(ChannelClosed):
             self.kernel.drain()  # then our end closes, which says that nothing is left
 
@@ -119,7 +120,7 @@ class Supervisor:
         backend = choose_backend(options, self.job.environment)
         threads = options.threads or max(1, processes.available_cores() // options.world_size)
         _raise_descriptor_limit()
-        self.temporary = tempfile.mkdtemp(prefix="ddp-lab-")
+        os.mkdir(self.job.temporary, 0o700)
         self.meeting = processes.anonymous_file("ddp-lab-store")
         listener = socket.create_server(("127.0.0.1", 0), backlog=options.world_size)
         for number in range(options.world_size):
@@ -134,7 +135,7 @@ class Supervisor:
                 path=self.job.path,
                 master_port=listener.getsockname()[1],
                 store=self._meeting_path(),
-                temporary=self.temporary,
+                temporary=self.job.temporary,
             )
             self._add_rank(seat)
         self.kernel.post(("started", {"backend": backend, "threads": threads}))
@@ -144,7 +145,7 @@ class Supervisor:
         """The path of a file that all ranks inherit; it has no other name where /proc exists."""
         if processes.LINUX:
             return f"/proc/self/fd/{self.meeting}"
-        return os.path.join(self.temporary, "store")
+        return os.path.join(self.job.temporary, "store")
 
     def _add_rank(self, seat: rank.Seat) -> None:
         channel, theirs = channel_pair()
@@ -228,8 +229,9 @@ class Supervisor:
         busy = [r for r in self.ranks if (r.number in picked or rejoin) and r.alive]
         for member in busy:
             member.answered = False
-            share = parcel.share()
-            member.channel.post(("call", share, sources, rejoin), share.descriptors)
+            share = parcel.share() if member.number in picked else None  # else only to rejoin
+            descriptors = share.descriptors if share else []
+            member.channel.post(("call", share, sources, rejoin), descriptors)
         parcel.close()
 
         def settled() -> bool:
@@ -341,7 +343,7 @@ class Supervisor:
             self.kernel.flush()
             self._pause_or_resume()
 
-    def _kernel_died(self) -> None:
+    def _kernel_died(self) -> None:  # or the template, without which nobody watches us
         raise KernelGone
 
     def _read_kernel(self) -> None:
@@ -364,9 +366,9 @@ class Supervisor:
             elif message[0] == "done":
                 _, succeeded, content, member.group = message
                 member.answered = True
-                if succeeded:
+                if succeeded and content is not None:
                     self.kernel.post(("result", member.number, content), descriptors)
-                else:
+                elif not succeeded:
                     self._fail(member, content)
         if member.channel.closed:
             self.selector.unregister(member.channel)

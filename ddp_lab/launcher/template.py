@@ -29,6 +29,7 @@ LATER = ("torchvision.transforms.v2", "torch.nn.parallel", "sklearn.datasets")
 """What it finds imported, too, once the template has had an idle moment."""
 
 _IDLE = 1.0  # s without a job that make such a moment
+_LAST_MOMENT = 1.0  # s for supervisors to end once the kernel has gone
 
 
 def main(control: int, kernel: int) -> NoReturn:
@@ -37,13 +38,15 @@ def main(control: int, kernel: int) -> NoReturn:
     processes.adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=control))
+    template = Template(channel, kernel)
     try:
-        Template(channel, kernel).serve()
-    except (ChannelClosed, KeyboardInterrupt):
+        template.serve()
+    except ChannelClosed:
         pass
-    finally:
-        processes.kill_descendants()
-        os._exit(0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    template.end()
 
 
 class Template:
@@ -52,13 +55,14 @@ class Template:
         self.kernel = kernel
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
-        watch = processes.watch_process(kernel)
-        if watch is not None:
-            self.selector.register(watch, selectors.EVENT_READ, "kernel")
+        self.supervisors: set[int] = set()  # process ids of those that run
         self.pastime = self._pass_time()
         self.warm = False
 
     def serve(self) -> NoReturn:
+        watch = processes.watch_process(self.kernel)
+        if watch is not None:
+            self.selector.register(watch, selectors.EVENT_READ, "kernel")
         began = time.perf_counter()
         for name in PRELOAD:
             self._import(name)
@@ -66,7 +70,7 @@ class Template:
         pause = _IDLE
         while True:
             ready = self.selector.select(None if self.warm else pause)
-            processes.reap()
+            self._bury()
             if ready:
                 pause = _IDLE
             elif not self.warm:
@@ -75,11 +79,28 @@ class Template:
             for key, _ in ready:
                 if key.data == "kernel":
                     raise ChannelClosed
-                if key.data == "supervisor":  # it has ended, and was reaped above
+                if key.data == "supervisor":  # it has ended, and was buried above
                     self.selector.unregister(key.fileobj)
                     os.close(key.fd)
                 else:
                     self._take_requests()
+
+    def _bury(self) -> None:
+        """Collect supervisors that have ended. What one leaves that was killed ends, too."""
+        processes.reap()
+        ended = self.supervisors - set(processes.children())
+        if ended:
+            self.supervisors -= ended
+            processes.kill_descendants(spare=self.supervisors)
+
+    def end(self) -> NoReturn:
+        """Let the supervisors clear up, who see the kernel go, too; then end whatever is left."""
+        deadline = time.monotonic() + _LAST_MOMENT
+        while self.supervisors and time.monotonic() < deadline:
+            self._bury()
+            time.sleep(0.002)
+        processes.kill_descendants()
+        os._exit(0)
 
     def _pass_time(self) -> Iterator[bool]:
         """Get faster, in small steps between which a job can be taken."""
@@ -97,7 +118,7 @@ class Template:
 
         def look(*_: object) -> None:
             if os.getppid() != self.kernel:
-                os._exit(0)
+                self.end()
 
         signal.signal(signal.SIGALRM, look)
         signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
@@ -117,11 +138,9 @@ class Template:
         gc.freeze()  # what is here stays shared: no collection in a rank writes to it
         for finalizer in list(getattr(weakref.finalize, "_registry", ())):
             finalizer.atexit = False  # ours; running them costs each rank 20 ms at its end
-        parent = os.getpid()
         if (pid := os.fork()) == 0:
             code = 70
             try:
-                processes.die_with_parent(parent)
                 supervisor.close_descriptors(keep={0, 1, 2, descriptor})
                 supervisor.run_job(socket.socket(fileno=descriptor), forks=True)
                 code = 0
@@ -132,6 +151,7 @@ class Template:
             finally:
                 os._exit(code)
         os.close(descriptor)
+        self.supervisors.add(pid)
         watch = processes.watch_process(pid)
         if watch is not None:
             self.selector.register(watch, selectors.EVENT_READ, "supervisor")

@@ -76,9 +76,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._reduce_storage(obj)
             if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():
                 return self._reduce_as_integers(obj)
+        if isinstance(obj, functools._lru_cache_wrapper):
+            return self._reduce_cached(obj)
         if isinstance(obj, BaseException) and isinstance(type(obj).__init__, FunctionType):
             return self._reduce_exception(obj)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(reduced, tuple) and reduced[-1] is cloudpickle.cloudpickle._class_setstate:
+            make, arguments, state = reduced[:3]
+            return _make_class, (make, arguments), state, None, None, _set_class_state
+        return reduced
 
     def _reduce_code(self, code: CodeType) -> Any:
         # cloudpickle forgets where code came from; tracebacks in the rank need it.
@@ -110,6 +116,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         plain = tensor.detach().view(same_size[tensor.dtype.itemsize])
         return torch.Tensor.view, (plain, tensor.dtype)
+
+    def _reduce_cached(self, function: Any) -> Any:
+        # Python sends only the name, which means nothing elsewhere for a function of a cell.
+        if cloudpickle.cloudpickle._lookup_module_and_qualname(function) is not None:
+            return NotImplemented  # a function of a module is found by its name
+        return _make_cached, (function.__wrapped__, *function.cache_parameters().values())
 
     def _reduce_exception(self, error: BaseException) -> Any:
         # Python would call the class with `args`, which is wrong for many an `__init__`.
@@ -149,6 +161,25 @@ def _make_code(make: Callable[..., CodeType], arguments: tuple[Any, ...], label:
     return make(*arguments).replace(co_filename=label)
 
 
+_received: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that came from another process, as against those that were defined in this one."""
+
+
+def _make_class(make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    known = arguments[-2] in cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    made = make(*arguments)  # the known one, if there is one
+    if not known:
+        _received.add(made)
+    return made
+
+
+def _set_class_state(cls: type, state: Any) -> None:
+    # An instance that comes back brings its class along as the rank has it; the notebook's own
+    # class stays as the notebook has it.
+    if cls in _received:
+        cloudpickle.cloudpickle._class_setstate(cls, state)
+
+
 def _make_storage(buffer: Any) -> Any:
     import torch
 
@@ -158,6 +189,10 @@ def _make_storage(buffer: Any) -> Any:
     if view.readonly:  # came within the pickle
         view = memoryview(bytearray(view))
     return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+def _make_cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
 
 
 def _make_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import secrets
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -64,7 +67,7 @@ def launch(
     """
     options = Options(nproc_per_node, nnodes, backend, threads, timeout, output)
     call = prepare(fn, args)
-    with World._of(options) as world:
+    with _HoldInterrupts(), World._of(options) as world:  # none hits between call and shutdown
         world._keeps_variables = False
         results = world._call(call)
         results.output = list(map(operator.add, results.output, world._end()))
@@ -117,6 +120,11 @@ class World:
     def world_size(self) -> int:
         return self.options.world_size
 
+    @property
+    def closed(self) -> bool:
+        """Has it been shut down?"""
+        return self._closed
+
     def __repr__(self) -> str:
         size = self.world_size
         nodes = f" on {self.options.nnodes} simulated nodes" if self.options.nnodes > 1 else ""
@@ -151,13 +159,13 @@ class World:
 
     def _end(self) -> list[RankOutput]:
         """End the ranks; what they printed since the last call, in exit handlers for example."""
-        with self._busy:
+        with self._busy, _HoldInterrupts() as hold:
             self._closed = True
+            self._forget_foreign_link()
             link, self._link = self._link, None
             output = Output(self.world_size, self._mode)
             if link is not None:
-                with _HoldInterrupts() as hold:
-                    link.leave(hold, output)
+                link.leave(hold, output)
             return output.finish()
 
     def __enter__(self) -> World:
@@ -169,10 +177,11 @@ class World:
     def _call(self, call: _Call, picked: Sequence[int] | None = None) -> Results:
         """Run a call on the picked ranks, on all by default."""
         try:
-            if self._closed:
-                raise LaunchError("this World has been shut down: make a new one")
             self._mode = mode = self.options.output_mode
             with self._busy, _HoldInterrupts() as hold:
+                if self._closed:
+                    raise LaunchError("this World has been shut down: make a new one")
+                self._forget_foreign_link()
                 if self._link is None:
                     self._link = _Link(self.options)
                 conversation = _Conversation(self._link, self.options, mode, hold)
@@ -188,6 +197,11 @@ class World:
                         self._link = None
         finally:
             call.parcel.close()
+
+    def _forget_foreign_link(self) -> None:
+        """A fork of the notebook's process leaves the ranks to the notebook and starts its own."""
+        if self._link is not None and self._link.owner != os.getpid():
+            self._link = None
 
 
 class _Call:
@@ -228,7 +242,11 @@ class _Link:
     """A running job, as the kernel sees it."""
 
     def __init__(self, options: Options) -> None:
-        job = Job(options, dict(os.environ), os.getcwd(), list(sys.path), os.getpid())
+        self.owner = os.getpid()
+        self.temporary = os.path.join(tempfile.gettempdir(), f"ddp-lab-{secrets.token_hex(4)}")
+        job = Job(
+            options, dict(os.environ), os.getcwd(), list(sys.path), self.owner, self.temporary
+        )
         self.channel, self.template = client.start_job(job)
         self.facts: dict[str, Any] = {}
         self.calls = 0
@@ -239,6 +257,8 @@ class _Link:
     def close(self) -> None:
         self.open = False
         self._finalizer()
+        if os.path.exists(self.temporary):  # the supervisor was killed
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
     def leave(self, hold: _HoldInterrupts, output: Output) -> None:
         """Let the ranks end, and wait until nothing is left of them."""
@@ -396,7 +416,7 @@ class _Conversation:
             raise KeyboardInterrupt
         template = self.link.template
         words = self.last_words
-        if not words and template is not None and not template.usable:
+        if not words and template is not None and template.has_ended():
             words = f"the template process ended: {template.last_words()}"
         raise LaunchError(words or "the supervisor of the ranks was killed")
 

@@ -1,0 +1,51 @@
+"""What a World costs: a call, 64 ranks, and memory."""
+
+from __future__ import annotations
+
+from benchmarks._report import JOB, Kernel, median, report, seconds
+
+CALLS = """\
+def nothing(): pass
+def call():
+    began = time.perf_counter()
+    world.run(nothing)
+    return time.perf_counter() - began
+with World(nproc_per_node={size}) as world:
+    times = [call() for _ in range(101)]
+"""
+MEMORY = """\
+def private():
+    import psutil, torch, torch.distributed as dist
+    dist.all_reduce(torch.ones(1000))
+    dist.barrier()
+    memory = psutil.Process().memory_full_info().uss
+    dist.barrier()
+    return memory
+memory = list(launch(private, nproc_per_node=8))
+"""
+
+
+def main() -> None:
+    kernel = Kernel()
+    kernel.warm_up()
+    kernel.check(JOB)
+    rows = [["ranks", "first run, start included", "second run", "median of the next 99"]]
+    for size in (2, 4, 8):
+        kernel.check(CALLS.format(size=size))
+        first, second, *rest = kernel.value("times")
+        rows.append([str(size), seconds(first), seconds(second), seconds(median(rest))])
+    report("A World's run of an empty function: under 10 ms from the second on", rows)
+
+    many = [kernel.check("_ = launch(job, nproc_per_node=64)").seconds for _ in range(3)]
+    kernel.check(MEMORY)
+    memory = [uss / 2**20 for uss in kernel.value("memory")]
+    rows = [
+        ["64 ranks start, all_reduce, end", "private memory a rank, of 8", "highest"],
+        [seconds(median(many)), f"{median(memory):.1f} MiB", f"{max(memory):.1f} MiB"],
+    ]
+    report("Many ranks: under 30 MB each", rows)
+    kernel.shutdown()
+
+
+if __name__ == "__main__":
+    main()
