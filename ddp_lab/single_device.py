@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_lab.figures.style import INK, card, rank_colour
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -34,6 +36,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]  # a DataLoader, or a list of (images,
 Clock = Callable[[], float]  # seconds
 
 CPU = torch.device("cpu")
+COLOUR = rank_colour(0)  # one device alone is rank 0
 
 
 # The model and its starting point
@@ -344,11 +347,12 @@ class History:
 
     def figure(self) -> Figure:
         """Training loss and accuracy against the epoch."""
-        figure, (left, right) = _card(columns=2)
+        figure, (left, right) = card(columns=2)
         epochs = range(1, len(self.scores) + 1)
-        left.plot(epochs, self.losses, "o-", color=BLUE)
+        left.plot(epochs, self.losses, "o-", color=COLOUR, clip_on=False)
         left.set(xlabel="epoch", ylabel="training loss (nats a sample)", ylim=(0, None))
-        right.plot(epochs, [100 * accuracy for accuracy in self.accuracies], "o-", color=BLUE)
+        percent = [100 * accuracy for accuracy in self.accuracies]
+        right.plot(epochs, percent, "o-", color=COLOUR, clip_on=False)
         right.set(xlabel="epoch", ylabel="training accuracy (%)", ylim=(None, 100))
         return figure
 
@@ -497,8 +501,8 @@ class Phases:
 
     def figure(self) -> Figure:
         """A bar a phase, in milliseconds a step."""
-        figure, axis = _card(columns=1)
-        bars = axis.barh(list(self.milliseconds), list(self.milliseconds.values()), color=BLUE)
+        figure, axis = card()
+        bars = axis.barh(list(self.milliseconds), list(self.milliseconds.values()), color=COLOUR)
         labels = [f"{share:.0%}" for share in self.shares.values()]
         axis.bar_label(bars, labels, padding=4, color=INK)
         axis.set(xlabel="time (ms a step)", ylabel="phase")
@@ -543,22 +547,3 @@ def _steps(loader: Any, warmup: int) -> int:
     if steps <= warmup:
         raise ValueError(f"the loader has {steps} steps, {warmup} of them warm-up: none to time")
     return steps
-
-
-# Figures: dark ink on an opaque light card, which reads in light and dark themes alike
-
-BLUE, INK, CARD = "#2f6db5", "#24292f", "#fbfbf8"
-
-
-def _card(columns: int) -> tuple[Figure, Any]:
-    """A figure and its axes, closed for pyplot: only the cell that returns it shows it."""
-    import matplotlib.pyplot as plt  # here, because most of a second, and ranks need none
-
-    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False}
-    style |= {"figure.facecolor": CARD, "axes.facecolor": CARD} | dict.fromkeys(inks, INK)
-    size = (3.6 * columns + 1, 2.8)  # inches
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained")
-    plt.close(figure)
-    return figure, axes

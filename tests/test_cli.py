@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from ddp_lab import doctor, notebooks
 from ddp_lab.cli import app
+from ddp_lab.launcher import limits
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "a-token-for-tests"
@@ -168,8 +169,8 @@ def test_limits_of_control_groups(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     affinity = float(len(os.sched_getaffinity(0)))
-    assert doctor.usable_cores(tmp_path) == (affinity if cores is None else cores)
-    assert doctor.memory_limits(tmp_path) == memory
+    assert limits.usable_cores(tmp_path) == (affinity if cores is None else cores)
+    assert limits.memory_limits(tmp_path) == memory
 
 
 # Validate and execute

@@ -129,9 +129,10 @@ def start_job(job: Job) -> tuple[Channel, TemplateClient | None]:
             f"ranks cannot be started on {sys.platform}: run the course in the Windows Subsystem "
             "for Linux (WSL), or on Linux or macOS"
         )
+    forked = forks()
     channel, theirs = channel_pair()
     client: TemplateClient | None = None
-    if forks():
+    if forked:
         client = template()
         client.fork_supervisor(theirs.detach())
     else:

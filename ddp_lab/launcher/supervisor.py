@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from ddp_lab.launcher import processes, rank, source
 from ddp_lab.launcher.channel import Channel, ChannelClosed, channel_pair
 from ddp_lab.launcher.errors import RankReport
+from ddp_lab.launcher.limits import usable_cores
 from ddp_lab.launcher.options import Options
 from ddp_lab.launcher.travel import Parcel
 
@@ -118,7 +119,7 @@ class Supervisor:
     def _start(self) -> None:
         options = self.job.options
         backend = choose_backend(options, self.job.environment)
-        threads = options.threads or max(1, processes.available_cores() // options.world_size)
+        threads = options.threads or max(1, int(usable_cores() // options.world_size))
         _raise_descriptor_limit()
         os.mkdir(self.job.temporary, 0o700)
         self.meeting = processes.anonymous_file("ddp-lab-store")

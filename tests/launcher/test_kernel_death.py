@@ -185,14 +185,11 @@ def test_restarted(own_kernel: Kernel, idle: bool) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("idle", [True, False], ids=["idle", "busy"])
-def test_shut_down(own_kernel: Kernel, idle: bool) -> None:
+def test_shut_down(own_kernel: Kernel) -> None:
     kernel = own_kernel
     before = traces_without(kernel)
-    if idle:
-        kernel.check("world = World(2)\nworld.put(x=1)")
-    else:
-        start_zoo(kernel)
+    kernel.check("world = World(2)\nworld.put(x=1)")
+    start_zoo(kernel)
     began = time.monotonic()
     kernel.manager.shutdown_kernel()
     print(f"shut down in {time.monotonic() - began:.3f} s")

@@ -634,7 +634,7 @@ sizes = st.one_of(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(sizes, max_size=4), st.booleans())
 @example([travel._APART, travel._APART], False)
 @example([travel._INLINE], True)
