@@ -16,7 +16,8 @@ from typing import IO
 from ddp_lab.launcher import processes
 from ddp_lab.launcher.channel import Channel, channel_pair
 from ddp_lab.launcher.errors import LaunchError
-from ddp_lab.launcher.supervisor import Job, python_command
+from ddp_lab.launcher.rank_process import python_command
+from ddp_lab.launcher.supervisor import Job
 
 
 class TemplateClient:

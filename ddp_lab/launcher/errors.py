@@ -74,6 +74,17 @@ class LaunchTimeoutError(LaunchError):
     """The time limit passed before every rank had returned."""
 
 
+def find_cause(failures: Sequence[RankReport]) -> RankReport:
+    """The failure that the others follow from: the first that a peer's end does not explain.
+
+    Among ranks that failed in the same way it is the lowest, so that the message does not depend
+    on who was a moment faster.
+    """
+    own = [report for report in failures if not report.consequence] or list(failures)
+    alike = [r for r in own if (r.summary, r.lines) == (own[0].summary, own[0].lines)]
+    return min(alike, key=lambda report: report.rank)
+
+
 def failure_message(world_size: int, cause: RankReport, reports: Iterable[RankReport]) -> str:
     """The message of a RankFailedError: the cause, its lines, then where the others were."""
     others = [report for report in reports if report.rank != cause.rank]

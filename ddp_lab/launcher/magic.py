@@ -14,11 +14,12 @@ from typing import Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from ddp_lab.launcher.call import prepare
 from ddp_lab.launcher.display import show_open_figures
 from ddp_lab.launcher.errors import LaunchError
 from ddp_lab.launcher.options import Options
 from ddp_lab.launcher.source import Line, running_cell_label
-from ddp_lab.launcher.world import World, prepare
+from ddp_lab.launcher.world import World
 
 
 def _ranks(text: str) -> list[int]:

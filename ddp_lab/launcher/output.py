@@ -120,16 +120,15 @@ class _Stream:
 
     def __init__(self) -> None:
         self.tail = Tail()
-        self._begun: list[bytes] = []  # a line that has not ended yet
-        self._size = 0  # bytes of it
+        self._begun = bytearray()  # a line that has not ended yet
+        self._cut = False  # was it too long to be kept whole?
 
     def feed(self, data: bytes) -> bytes:
         """The lines that are whole now, as a terminal would show them, each with its end."""
         if b"\n" not in data and b"\r" not in data:
             self._begin(data)
             return b""
-        whole = b"".join(self._begun) + data
-        self._begun, self._size = [], 0
+        whole = self._take_begun() + data
         if b"[Gloo]" in whole:
             whole = _CHATTER.sub(b"", whole)
         whole = whole.replace(_UP + b"\n", b"\r")
@@ -144,8 +143,7 @@ class _Stream:
 
     def end(self) -> bytes:
         """What is left of a line without an end."""
-        rest = _visible(b"".join(self._begun))
-        self._begun, self._size = [], 0
+        rest = _visible(self._take_begun())
         if rest:
             self.tail.append(rest)
         return rest
@@ -153,18 +151,20 @@ class _Stream:
     @property
     def status(self) -> str:
         """The state that a progress bar is at; empty when none is running."""
-        if not any(b"\r" in piece for piece in self._begun):
+        if b"\r" not in self._begun:
             return ""
-        return _visible(b"".join(self._begun)).decode("utf-8", "ignore").strip()
+        return _visible(bytes(self._begun)).decode("utf-8", "ignore").strip()
 
     def _begin(self, data: bytes) -> None:
-        if data:
-            self._begun.append(data)
-        self._size += len(data)
-        if self._size > 2 * KEPT:
-            whole = b"".join(self._begun)
-            self._begun = [_CUT_LINE, whole[-KEPT:]]
-            self._size = len(_CUT_LINE) + KEPT
+        self._begun += data
+        if len(self._begun) > KEPT + _BLOCK:
+            del self._begun[:-KEPT]
+            self._cut = True
+
+    def _take_begun(self) -> bytes:
+        begun = (_CUT_LINE if self._cut else b"") + bytes(self._begun)
+        self._begun, self._cut = bytearray(), False
+        return begun
 
 
 def _repainted(line: bytes) -> bytes:

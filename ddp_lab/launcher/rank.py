@@ -7,12 +7,10 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import io
 import multiprocessing
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -24,6 +22,8 @@ from typing import Any, NoReturn
 from ddp_lab.launcher import display, processes, source, travel
 from ddp_lab.launcher.channel import Channel, ChannelClosed
 from ddp_lab.launcher.errors import RankReport
+from ddp_lab.launcher.rendezvous import renew_env_rendezvous
+from ddp_lab.launcher.reports import UnsendableResult, describe
 from ddp_lab.launcher.travel import Parcel
 
 STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", 0) or getattr(signal, "SIGUSR2", 0)
@@ -176,7 +176,7 @@ class Rank:
 
     def _call(self, parcel: Parcel) -> Parcel:
         self.calling = True
-        fn, args = travel.unpack(parcel, self.namespace, private=True)
+        fn, args = travel.unpack(parcel, self.namespace)
         try:
             value = fn(*args)
         except SystemExit as leaving:
@@ -256,7 +256,7 @@ class Rank:
         if processes.LINUX and sys.version_info >= (3, 14):
             # Loader workers need classes of the notebook, which only a fork hands on.
             multiprocessing.set_start_method("fork", force=True)
-        _renew_env_rendezvous()
+        renew_env_rendezvous()
 
     def _leave(self) -> NoReturn:
         """End as a program would, except that nothing of the interpreter is taken down."""
@@ -297,83 +297,6 @@ def group_state() -> dict[str, int] | None:
     return {name: getattr(group, counter)() for group, name in names.items()}
 
 
-_PLAIN = "return numbers, tensors, a state_dict or other plain data"
-
-
-class UnsendableResult(Exception):
-    """Stands for a result that could not be pickled."""
-
-    def __init__(self, value: Any, error: Exception) -> None:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        super().__init__(
-            f"returned a {kind}, which cannot be sent to the notebook ({error}): {_PLAIN}"
-        )
-
-
-def describe_lost_result(rank: int, error: Exception) -> RankReport:
-    """A report, made in the notebook, of a result that arrived but cannot be unpickled there."""
-    summary = (
-        "returned something that cannot be rebuilt in the notebook "
-        f"({_name_and_message(error)}): {_PLAIN}"
-    )
-    return RankReport(rank, "raised", summary, (), _whole_traceback(error))
-
-
-# gloo and NCCL say one of these when a peer has gone: a consequence, never the cause.
-_CONSEQUENCE = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed"
-    r"|Timed out waiting|Application timeout caused pair closure"
-    r"|NCCL communicator was aborted|remote process exited",
-    re.IGNORECASE,
-)
-
-
-_CPP_FILE = re.compile(r"(?:/[\w.+-]+)+/([\w.+-]+\.(?:cc|cpp|cu|h|hpp))")
-
-
-def describe(rank: int, error: BaseException) -> RankReport:
-    """A report of an exception, as text only."""
-    lines = source.learners_lines(source.traceback_places(error.__traceback__))
-    details = []
-    if isinstance(error, UnsendableResult):
-        summary, lines = str(error), []
-    elif isinstance(error, SystemExit):
-        summary = f"called sys.exit({error.code!r})"
-    else:
-        summary = f"raised {_name_and_message(error)}"
-        if function := source.library_function(error.__traceback__):
-            details.append(f"inside {function}")
-        if isinstance(error, SyntaxError) and error.text:
-            details.append(f"{error.filename}, line {error.lineno}:  {error.text.strip()}")
-        earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if earlier is not None:
-            details.append(f"after {_name_and_message(earlier)}")
-        details += getattr(error, "__notes__", [])
-    consequence = bool(_CONSEQUENCE.search(summary))
-    if consequence:  # gloo's own words name addresses and its source files; they stay below
-        summary, details = "lost its connection to another rank", []
-    return RankReport(
-        rank, "raised", summary, tuple(lines), _whole_traceback(error), tuple(details), consequence
-    )
-
-
-def _name_and_message(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be shown)"
-    message = _CPP_FILE.sub(r"\1", message)  # paths of the machine that built torch
-    name = type(error).__qualname__
-    return f"{name}: {message}" if message else name
-
-
-def _whole_traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:
-        return "(its traceback cannot be shown)"
-
-
 def flush_streams() -> None:
     """Push out what Python and C have buffered."""
     for stream in (sys.stdout, sys.stderr):
@@ -388,19 +311,3 @@ def _no_input(prompt: object = "", /) -> NoReturn:
         "a rank cannot ask for input(): several ranks share one cell. Ask in the notebook, and "
         "give the answer to launch as an argument"
     )
-
-
-def _renew_env_rendezvous() -> None:
-    """Let a second `init_process_group(init_method="env://")` not meet the first one's keys."""
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    dist = sys.modules["torch.distributed"]
-    original = rendezvous._rendezvous_handlers["env"]
-    uses = 0
-
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        nonlocal uses
-        for store, rank, world_size in original(*args, **kwargs):
-            uses += 1
-            yield dist.PrefixStore(f"use-{uses}", store), rank, world_size
-
-    rendezvous._rendezvous_handlers["env"] = handler

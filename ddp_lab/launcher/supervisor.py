@@ -7,24 +7,25 @@ ranks. Whatever ends it (the kernel's death, the end of the job, an error) ends 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ddp_lab.launcher import processes, rank, source
-from ddp_lab.launcher.channel import Channel, ChannelClosed, channel_pair
+from ddp_lab.launcher import processes, rank
+from ddp_lab.launcher.backend import Refused, choose_backend
+from ddp_lab.launcher.channel import Channel, ChannelClosed
 from ddp_lab.launcher.errors import RankReport
 from ddp_lab.launcher.limits import usable_cores
 from ddp_lab.launcher.options import Options
+from ddp_lab.launcher.rank_process import RankProcess, start_rank
+from ddp_lab.launcher.rendezvous import serve_store
+from ddp_lab.launcher.reports import death_report, stuck_report
 from ddp_lab.launcher.travel import Parcel
 
 GRACE = 0.5  # s: for ranks to end a call by themselves once another has failed
@@ -49,26 +50,6 @@ class Job:
 
 class KernelGone(Exception):
     """The notebook's kernel has died or closed the job."""
-
-
-class Refused(Exception):
-    """The job cannot be had on this machine; the text says what to write instead."""
-
-
-@dataclass
-class RankProcess:
-    """The supervisor's side of one rank."""
-
-    number: int
-    pid: int
-    channel: Channel
-    pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
-    dump: int
-    watch: int | None
-    answered: bool = True  # nothing is outstanding
-    report: RankReport | None = None  # of the current call, when it failed
-    alive: bool = True
-    group: dict[str, int] | None = field(default_factory=dict)
 
 
 class Supervisor:
@@ -149,60 +130,16 @@ class Supervisor:
         return os.path.join(self.job.temporary, "store")
 
     def _add_rank(self, seat: rank.Seat) -> None:
-        channel, theirs = channel_pair()
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
-        dump = processes.anonymous_file("ddp-lab-stack")
-        start = self._fork if self.forks else self._spawn
-        pid = start(seat, theirs, out_end, err_end, dump)
-        theirs.close()
-        os.close(out_end)
-        os.close(err_end)
-        pipes = {out: "stdout", err: "stderr"}
-        member = RankProcess(seat.rank, pid, channel, pipes, dump, processes.watch_process(pid))
+        member = start_rank(seat, self.meeting, self.forks)
         self.ranks.append(member)
-        self.selector.register(channel, selectors.EVENT_READ, lambda: self._read_rank(member))
+        self.selector.register(
+            member.channel, selectors.EVENT_READ, lambda: self._read_rank(member)
+        )
         if member.watch is not None:
             self.selector.register(
                 member.watch, selectors.EVENT_READ, lambda: self._check_alive(member)
             )
-        for pipe in pipes:
-            os.set_blocking(pipe, False)
         self._register_pipes([member])
-        if not self.forks:
-            channel.post((os.getpid(), seat))
-
-    def _fork(self, seat: rank.Seat, control: socket.socket, out: int, err: int, dump: int) -> int:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            processes.die_with_parent(parent)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(out, 1)
-            os.dup2(err, 2)
-            close_descriptors(keep={0, 1, 2, control.fileno(), dump, self.meeting})
-            rank.main(seat, Channel(control), dump)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(70)
-
-    def _spawn(self, seat: rank.Seat, control: socket.socket, out: int, err: int, dump: int) -> int:
-        inherited = (control.fileno(), dump, self.meeting)
-        process = subprocess.Popen(
-            python_command("ddp_lab.launcher.rank", "spawned", *inherited[:2]),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            pass_fds=inherited,
-            env={**self.job.environment, **seat.variables},
-        )
-        process.returncode = 0  # we reap it ourselves
-        return process.pid
 
     # Serving
 
@@ -396,20 +333,9 @@ class Supervisor:
         self._drain(member)
         member.answered = True
         if member.report is None and not self.stopping:
-            self._fail(member, self._describe_death(member, status))
-
-    def _describe_death(self, member: RankProcess, status: int) -> RankReport:
-        code = os.waitstatus_to_exitcode(status)
-        if code >= 0:
-            summary = f"ended with exit code {code}, without returning (os._exit, or C's exit)"
-        else:
-            summary = f"was killed by {signal_name(-code)}"
-            if -code == signal.SIGKILL and processes.memory_kills() > self.memory_kills:
-                summary += ", by the system, because memory ran out"
-        dump = os.pread(member.dump, 1 << 20, 0).decode(errors="replace")
-        fatal = dump[dump.find("Fatal Python error") :] if "Fatal Python error" in dump else ""
-        lines = source.learners_lines(reversed(source.dumped_places(fatal)))
-        return RankReport(member.number, "died", summary, tuple(lines), fatal)
+            dump = os.pread(member.dump, 1 << 20, 0).decode(errors="replace")
+            starved = processes.memory_kills() > self.memory_kills
+            self._fail(member, death_report(member.number, status, dump, starved))
 
     # Output
 
@@ -462,103 +388,6 @@ class Supervisor:
                 self.selector.unregister(pipe)
             del member.pipes[pipe]
             os.close(pipe)
-
-
-def choose_backend(options: Options, environment: dict[str, str]) -> str:
-    """The backend that "auto" stands for here. Raises Refused when "nccl" cannot be had."""
-    if options.backend == "gloo":
-        return "gloo"
-    gpus = count_gpus(environment)
-    if gpus >= options.world_size:
-        return "nccl"
-    if options.backend == "auto":
-        return "gloo"
-    raise Refused(
-        f"backend='nccl' needs a GPU for each of the {options.world_size} ranks, and this machine "
-        f"offers {gpus}: write backend='gloo', or leave backend out"
-    )
-
-
-def count_gpus(environment: dict[str, str]) -> int:
-    """GPUs that NCCL could use, counted in a child: whoever asks CUDA cannot fork any more."""
-    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))):
-        return 0
-    program = (
-        "import sys, torch, torch.distributed as dist; "
-        "sys.exit(torch.cuda.device_count() if dist.is_nccl_available() else 0)"
-    )
-    if "torch" not in sys.modules:
-        return subprocess.run([sys.executable, "-c", program], env=environment).returncode
-    pid = os.fork()
-    if pid == 0:
-        code = 0
-        try:
-            os.environ.clear()
-            os.environ.update(environment)
-            exec(program)
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def serve_store(listener: socket.socket, world_size: int) -> Any:
-    """A TCPStore on a socket that is bound to 127.0.0.1 already, for MASTER_ADDR's port.
-
-    TCPStore by itself listens on every interface, whatever host name it is given.
-    """
-    import torch.distributed as dist
-
-    host, port = listener.getsockname()
-    return dist.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def stuck_report(number: int, dump: str) -> RankReport:
-    """Where a rank was, from its stack: which call, at which of the learner's lines."""
-    places = source.dumped_places(dump)
-    if not places:
-        return RankReport(number, "stuck", "was busy and did not answer", (), dump)
-    lines = source.learners_lines(reversed(places))
-    collective = ""
-    for file, _, function in places:
-        if source.is_learners(file):
-            break
-        if file.endswith(("distributed_c10d.py", "_tensor.py")) and not function.startswith("_"):
-            collective = function
-    summary = f"was in {collective}" if collective else "was running"
-    return RankReport(number, "stuck", summary, tuple(lines), dump)
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def close_descriptors(keep: set[int]) -> None:
-    """Close every descriptor of this process but those."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in keep:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-
-
-def python_command(module: str, function: str, *arguments: int) -> list[str]:
-    """A command that calls a function of ours with numbers, importing as this process does."""
-    program = (
-        f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
-        f"from {module} import {function}; {function}({', '.join(map(str, arguments))})"
-    )
-    return [sys.executable, "-c", program]
 
 
 def _raise_descriptor_limit() -> None:

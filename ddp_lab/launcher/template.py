@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from ddp_lab.launcher import processes, supervisor
 from ddp_lab.launcher.channel import Channel, ChannelClosed
+from ddp_lab.launcher.rank_process import close_descriptors
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torchvision", "IPython.display", "ddp_lab")
 """What every rank finds imported."""
@@ -141,7 +142,7 @@ class Template:
         if (pid := os.fork()) == 0:
             code = 70
             try:
-                supervisor.close_descriptors(keep={0, 1, 2, descriptor})
+                close_descriptors(keep={0, 1, 2, descriptor})
                 supervisor.run_job(socket.socket(fileno=descriptor), forks=True)
                 code = 0
             except ChannelClosed:

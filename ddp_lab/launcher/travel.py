@@ -63,7 +63,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, buffer_callback: Callable[[Any], Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.sources: dict[str, str] = {}
-        self._storages: dict[int, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):
@@ -95,11 +94,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _make_code, (make, arguments, label)
 
     def _reduce_typed_storage(self, storage: Any) -> Any:
-        # A tensor wraps its storage anew each time it is pickled, so tensors that share memory
-        # are told by the memory's address, and pickle's memo sees one object.
-        untyped = storage._untyped_storage
-        shared = self._storages.setdefault(untyped._cdata, untyped)
-        return _make_typed_storage, (shared, storage.dtype)
+        # Tensors that share memory have one untyped storage, which pickle's memo recognises.
+        return _make_typed_storage, (storage._untyped_storage, storage.dtype)
 
     def _reduce_storage(self, storage: Any) -> Any:
         import torch
@@ -232,33 +228,36 @@ def pack(obj: Any, pickler: type[Pickler] = Pickler) -> tuple[Parcel, dict[str, 
     return Parcel(sizes, None, _write(segments)), writer.sources
 
 
-def unpack(parcel: Parcel, namespace: dict[str, Any] | None = None, private: bool = False) -> Any:
-    """The object in a parcel; `private` when others map the same file. Closes the parcel."""
+def unpack(parcel: Parcel, namespace: dict[str, Any] | None = None) -> Any:
+    """The object in a parcel, which is closed. What is written to it, nobody else sees."""
     offsets = _offsets(parcel.sizes)
     if parcel.inline is not None:
         whole = memoryview(bytearray(parcel.inline))
     else:
         assert parcel.descriptor is not None
         try:
-            whole = _map(parcel.descriptor, offsets[-1] + parcel.sizes[-1], private)
+            whole = _map(parcel.descriptor, offsets[-1] + parcel.sizes[-1])
         finally:
             parcel.close()
     segments = [whole[at : at + size] for at, size in zip(offsets, parcel.sizes, strict=True)]
     return Unpickler(io.BytesIO(segments[0]), segments[1:], namespace).load()
 
 
-def _map(descriptor: int, length: int, private: bool) -> memoryview:
-    """A file's bytes as memory; it is unmapped when nothing refers to it any more."""
+def _map(descriptor: int, length: int) -> memoryview:
+    """A file's bytes as memory, shared until written to; unmapped with the last reference.
+
+    Shared memory would do for results, but then a loader's workers, forks of the notebook, could
+    write to the notebook's tensors.
+    """
     if not processes.LINUX:
-        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-        return memoryview(mmap.mmap(descriptor, length, access=access))
+        return memoryview(mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY))
     # The mmap module would keep a descriptor open for each result that a notebook holds on to.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-    address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, sharing, descriptor, 0)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, length, access, mmap.MAP_PRIVATE, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -473,7 +473,7 @@ def test_memory_stays_bounded(piece: bytes, mode: str, monkeypatch: pytest.Monke
     tracemalloc.start()
     try:
         for _ in range(120_000_000 // len(piece)):
-            received.feed(0, "stdout", piece)
+            received.feed(0, "stdout", bytes(bytearray(piece)))  # a new object each time
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -482,6 +482,19 @@ def test_memory_stays_bounded(piece: bytes, mode: str, monkeypatch: pytest.Monke
     assert len(kept.stdout) <= KEPT + 100
     assert kept.stdout.rstrip("\n").endswith(piece[-1:].decode().strip())
     assert ("cut" in kept.stdout[:100]) == (b"\r" not in piece)
+
+
+def test_short_lines_do_not_take_much_more_memory_than_their_text() -> None:
+    tail = output.Tail()
+    tracemalloc.start()
+    try:
+        for _ in range(200_000):
+            tail.append(b"\n")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+    assert tail.text == "\n" * 200_000
 
 
 def test_rich_output_counts_for_the_limit() -> None:
