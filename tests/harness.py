@@ -149,6 +149,7 @@ class Kernel:
         if self.manager.has_kernel:
             self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
+        self._log.close()
 
 
 class Running:
