@@ -14,7 +14,7 @@ import warnings
 from typing import IO
 
 from ddp_lab.launcher import processes
-from ddp_lab.launcher.channel import Channel, channel_pair
+from ddp_lab.launcher.channel import Channel, ChannelClosed, channel_pair
 from ddp_lab.launcher.errors import LaunchError
 from ddp_lab.launcher.rank_process import python_command
 from ddp_lab.launcher.supervisor import Job
@@ -135,7 +135,13 @@ def start_job(job: Job) -> tuple[Channel, TemplateClient | None]:
     client: TemplateClient | None = None
     if forked:
         client = template()
-        client.fork_supervisor(theirs.detach())
+        try:
+            client.fork_supervisor(theirs.detach())
+        except ChannelClosed:  # it has ended this very moment
+            client.channel.close()
+            client.has_ended()
+            message = f"the template process ended: {client.last_words()}"
+            raise LaunchError(message) from None
     else:
         _spawn_supervisor(theirs)
     channel.post(("start", job))

@@ -26,7 +26,7 @@ _LARGE = 1 << 22  # characters that are too many to wait
 _STATUS_WIDTH = 160  # characters of the line that shows progress
 
 # gloo's own words, not the learner's. They may come in the middle of a line that has not ended.
-_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\n]*\n")
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\r\n]*\n")
 
 # A nested progress bar goes down a line, paints, and goes up again; when it then goes down to
 # paint once more, that is no new line.
@@ -170,7 +170,7 @@ class _Stream:
 def _repainted(line: bytes) -> bytes:
     """A line that has not ended, without the states that later ones have painted over."""
     *painted, last = line.split(b"\r")
-    shown = next((state for state in reversed(painted) if state), b"")
+    shown = next((state for state in reversed(painted) if state.replace(_UP, b"")), b"")
     return shown + b"\r" + last
 
 

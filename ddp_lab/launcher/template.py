@@ -6,6 +6,7 @@ no GPU, so what it forks is as good as a fresh process; the notebook's kernel is
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -67,14 +68,16 @@ class Template:
         began = time.perf_counter()
         for name in PRELOAD:
             self._import(name)
+        _remove_scratch_folder()
         self.channel.send(("ready", time.perf_counter() - began))
         pause = _IDLE
         while True:
-            ready = self.selector.select(None if self.warm else pause)
+            idle = not (self.warm or self.supervisors)  # a job's ranks need all the cores
+            ready = self.selector.select(pause if idle else None)
             self._bury()
             if ready:
                 pause = _IDLE
-            elif not self.warm:
+            elif idle:
                 pause = 0.0
                 self.warm = next(self.pastime, True)
             for key, _ in ready:
@@ -156,3 +159,15 @@ class Template:
         watch = processes.watch_process(pid)
         if watch is not None:
             self.selector.register(watch, selectors.EVENT_READ, "supervisor")
+
+
+def _remove_scratch_folder() -> None:
+    """Remove the folder that torch 2.9 makes when imported, for remote modules.
+
+    It would stay behind, since neither the template nor a killed rank ends as a program does.
+    """
+    instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    folder = getattr(instantiator, "_TEMP_DIR", None)
+    if folder is not None:
+        atexit.unregister(folder.cleanup)
+        folder.cleanup()

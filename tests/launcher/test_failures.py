@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import textwrap
 from collections.abc import Iterator
@@ -296,6 +297,16 @@ def test_timeout_of_all(kernel: Kernel, size: int) -> None:
         f"  rank 0 was in broadcast ({place} 3, in work:  dist.broadcast(torch.ones(1), src=1))",
         f"  {others} in recv ({place} 5, in work:  dist.recv(torch.ones(1), src=0))",
     ]
+
+
+@pytest.mark.soak
+def test_timeout_while_ranks_start(kernel: Kernel) -> None:
+    seconds = round(random.uniform(0.001, 0.05), 4)
+    cell = kernel.run(f"launch(lambda: time.sleep(600), nproc_per_node=3, timeout={seconds})")
+    lines = assert_well_told(cell, kernel, "LaunchTimeoutError")
+    assert cell.seconds < PROMISE
+    assert lines[0] == f"3 ranks of 3 had not returned after {seconds:g} s"
+    assert states(kernel) == ["stuck"] * 3
 
 
 @pytest.mark.soak

@@ -200,16 +200,15 @@ def test_template_survives_an_interrupt(kernel: Kernel, template: Process) -> No
 
 @pytest.mark.soak
 def test_template_survives_an_interrupt_as_it_starts(cold_kernel: Kernel) -> None:
-    """From its first moment on."""
-    moment = random.choice([0.0, random.uniform(0, 0.05), random.uniform(0, 2)])
-    print(f"interrupted {moment:.4f} s after its start")
-    source = textwrap.dedent(f"""\
+    """From its first moment on, again and again."""
+    source = textwrap.dedent("""\
         import os, signal, time
         from ddp_lab.launcher import client
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         pid = client.template().process.pid
-        time.sleep({moment})
-        os.killpg(os.getpgid(0), signal.SIGINT)
+        for _ in range(50):
+            os.killpg(os.getpgid(0), signal.SIGINT)
+            time.sleep(0.01)
         from ddp_lab import launch
         assert list(launch(lambda: 7)) == [7, 7]
         assert client.template().process.pid == pid""")
@@ -295,6 +294,21 @@ def test_template_killed_between_launches(kernel: Kernel, template: Process) -> 
     wait_until(lambda: ended(template), 1, "the template's end")
     launch_works(kernel)
     assert kernel.template() != template
+
+
+@pytest.mark.soak
+def test_template_killed_at_the_moment_of_a_launch(kernel: Kernel, template: Process) -> None:
+    """The launch may come just in time; else its error says what has happened."""
+    moment = random.choice([0.0, random.uniform(0, 0.001), random.uniform(0, 0.1)])
+    source = f"""\
+        alarm = threading.Timer({moment}, os.kill, ({template.pid}, signal.SIGKILL))
+        alarm.start()
+        launch(total)"""
+    cell = kernel.run(textwrap.dedent(source))
+    if cell.error is not None:
+        assert cell.error.name == "LaunchError", cell.error.shown
+        assert cell.error.message == "the template process ended: exit code -9"
+    wait_until(lambda: ended(template), 1, "the template's end")
 
 
 @pytest.mark.soak
