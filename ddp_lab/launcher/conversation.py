@@ -24,6 +24,7 @@ from ddp_lab.launcher.errors import (
     RankReport,
     failure_message,
     find_cause,
+    interruption,
     timeout_message,
 )
 from ddp_lab.launcher.interrupts import HoldInterrupts
@@ -112,9 +113,9 @@ class Conversation:
         link.open = goes_on
         if not goes_on:
             self._wait_for_close()
-        if outcome == "interrupted" or self.interrupts.consume():
+        if self.interrupts.consume() or outcome == "interrupted":
             self._discard()
-            raise KeyboardInterrupt
+            raise interruption(self._reports(ranks, failures, stuck, "interrupted"))
         values, lost = self._values()
         if outcome == "returned" and not lost:
             return Results(values, output)
@@ -248,7 +249,7 @@ class Conversation:
         known |= {number: RankReport(number, "returned", "had returned") for number in self.values}
         known |= {report.rank: report for report in reversed(failures)}
         for report in stuck:  # where it was counts more than that it was then interrupted
-            if outcome == "timeout" or known[report.rank].state != "died":
+            if outcome != "failed" or known[report.rank].state != "died":
                 known[report.rank] = report
         return [_with_text(known[number]) for number in sorted(known)]
 

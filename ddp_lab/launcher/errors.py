@@ -101,6 +101,14 @@ def timeout_message(seconds: float, reports: Sequence[RankReport]) -> str:
     return "\n".join([head, *_grouped(stuck_first)])
 
 
+def interruption(reports: Sequence[RankReport]) -> KeyboardInterrupt:
+    """A KeyboardInterrupt that says where every rank was, and shows no frames of ours."""
+    error = KeyboardInterrupt("\n".join(["the ranks were stopped", *_grouped(reports)]))
+    # IPython shows what this returns.
+    error._render_traceback_ = lambda: f"KeyboardInterrupt: {error}".splitlines()  # type: ignore[attr-defined]
+    return error
+
+
 def _grouped(reports: Iterable[RankReport], cause: RankReport | None = None) -> list[str]:
     """One entry for all ranks that share a fate, in the order of their lowest rank."""
     groups: dict[tuple[str, tuple[Line, ...]], list[int]] = {}

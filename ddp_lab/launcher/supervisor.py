@@ -189,9 +189,8 @@ class Supervisor:
             outcome = "timeout"
         stuck: list[RankReport] = []
         if not settled():
-            if outcome == "timeout":
-                stuck = self._stacks(busy)
             if outcome != "failed":  # a failure's companions may end by themselves first
+                stuck = self._stacks(busy)
                 for member in busy:
                     if not member.answered:
                         processes.send_signal(member.pid, signal.SIGINT)
