@@ -26,6 +26,8 @@ def prepare(fn: Function, args: tuple[Any, ...]) -> Call:
         return Call(*travel.pack((fn, args), travel.CallPickler))
     except MemoryError:
         raise
+    except OSError as error:
+        raise LaunchError(f"there was no room to send the call to the ranks ({error})") from error
     except Exception as error:
         name = getattr(fn, "__name__", type(fn).__name__)
         guilty = travel.culprit(fn, args) or f"something that {name} uses"

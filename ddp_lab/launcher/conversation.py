@@ -46,9 +46,13 @@ class Link:
     def __init__(self, options: Options) -> None:
         self.owner = os.getpid()
         self.temporary = os.path.join(tempfile.gettempdir(), f"ddp-lab-{secrets.token_hex(4)}")
-        job = Job(
-            options, dict(os.environ), os.getcwd(), list(sys.path), self.owner, self.temporary
-        )
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:
+            raise LaunchError(
+                "the notebook's folder does not exist any more: change to another with os.chdir"
+            ) from None
+        job = Job(options, dict(os.environ), directory, list(sys.path), self.owner, self.temporary)
         self.channel, self.template = client.start_job(job)
         self.facts: dict[str, Any] = {}
         self.calls = 0
@@ -228,7 +232,7 @@ class Conversation:
         for number, parcel in self.values.items():
             try:
                 values[number] = travel.unpack(parcel)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failures.append(describe_lost_result(number, error))
         return values, failures
 

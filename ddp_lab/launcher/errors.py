@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,20 @@ class RankReport:
         return "\n".join([f"rank {self.rank} {self.summary}", *self.details_and_lines()])
 
     def details_and_lines(self) -> list[str]:
-        return [f"  {line}" for line in (*self.lines, *self.details)]
+        return [f"  {line}" for line in (*_shortened(self.lines), *self.details)]
+
+
+def _shortened(lines: Sequence[Line]) -> list[object]:
+    """Runs of one line as Python shows them: three times, then how many more."""
+    shown: list[object] = []
+    for line, run in itertools.groupby(lines):
+        count = len(list(run))
+        shown += [line] * min(count, 3)
+        if count > 3:
+            shown.append(f"[the line above repeated {count - 3} more times]")
+    if len(shown) > 40:  # functions that call one another
+        shown[20:-20] = [f"[{len(shown) - 40} more lines]"]
+    return shown
 
 
 class LaunchError(RuntimeError):

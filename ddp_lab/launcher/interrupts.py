@@ -24,21 +24,25 @@ class HoldInterrupts:
         self._taken = 0
         self._previous: Any = None
         self._holds = threading.current_thread() is threading.main_thread()
-        self._wake, self._woken = os.pipe() if self._holds else (-1, -1)
+        self._wake = self._woken = -1
 
     def __enter__(self) -> HoldInterrupts:
         if self._holds:
-            os.set_blocking(self._woken, False)
+            # From here to `__exit__` nothing is raised in between, so no descriptor is lost.
             self._previous = signal.signal(signal.SIGINT, self._note)
+            self._wake, self._woken = os.pipe()
+            os.set_blocking(self._woken, False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
     ) -> None:
         if self._holds:
+            wake, woken = self._wake, self._woken
+            self._wake = self._woken = -1
+            os.close(wake)
+            os.close(woken)
             signal.signal(signal.SIGINT, self._previous)
-            os.close(self._wake)
-            os.close(self._woken)
         if self.count and kind is None:
             raise KeyboardInterrupt
 
@@ -72,5 +76,5 @@ class HoldInterrupts:
 
     def _note(self, *_: Any) -> None:
         self.count += 1
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # full, or not open (yet, any more)
             os.write(self._woken, b"!")

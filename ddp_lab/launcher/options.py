@@ -60,6 +60,12 @@ def check_function(fn: Any, args: tuple[Any, ...]) -> None:
             f"the first argument must be a function, but it is {fn!r} (a {type(fn).__name__}): "
             "write launch(train, 100), not launch(train(100))"
         )
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"{name} is an async function, which a rank would not wait for: write "
+            f"launch(lambda: asyncio.run({name}(...)))"
+        )
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # builtins may have none

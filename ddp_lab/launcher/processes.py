@@ -115,20 +115,25 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill_descendants(janitor_seconds: float = 0.3, spare: Collection[int] = ()) -> None:
+def kill_descendants(
+    janitor_seconds: float = 0.3, kill_janitors: bool = True, spare: Collection[int] = ()
+) -> None:
     """Kill and reap everything below this process, which must have called `adopt_orphans`.
 
-    The children in `spare`, and what is below them, live on.
+    Those that clean up after others get `janitor_seconds` to end by themselves, and are then left
+    alone if `kill_janitors` is False. The children in `spare`, and what is below them, live on.
 
     Children of the killed become our children, so killing and looking again until there is none
     reaches all of them, even those that called setsid, ignore SIGTERM, or are stopped.
     """
     deadline = time.monotonic() + janitor_seconds
     while pids := [pid for pid in children() if pid not in spare]:
-        spare_janitors = time.monotonic() < deadline
-        for pid in pids:
-            if not (spare_janitors and _is_janitor(pid)):
-                send_signal(pid, signal.SIGKILL)
+        in_time = time.monotonic() < deadline
+        victims = [p for p in pids if not ((in_time or not kill_janitors) and _is_janitor(p))]
+        if not (victims or in_time):
+            return
+        for pid in victims:
+            send_signal(pid, signal.SIGKILL)
         reap()
         time.sleep(0.001)
 

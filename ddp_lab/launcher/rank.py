@@ -299,9 +299,9 @@ def group_state() -> dict[str, int] | None:
 
 def flush_streams() -> None:
     """Push out what Python and C have buffered."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
         with contextlib.suppress(Exception):
-            stream.flush()
+            getattr(sys, name).flush()
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).fflush(None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import socket
 import sys
+from datetime import timedelta
 from typing import Any
 
 
@@ -23,6 +24,7 @@ def serve_store(listener: socket.socket, world_size: int) -> Any:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=5),  # without a loopback interface there is no answer
     )
 
 

@@ -19,12 +19,15 @@ class UnsendableResult(Exception):
 
     def __init__(self, value: Any, error: Exception) -> None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        super().__init__(
-            f"returned a {kind}, which cannot be sent to the notebook ({error}): {_PLAIN}"
-        )
+        if isinstance(error, OSError):
+            super().__init__(f"returned a {kind}, and there was no room to send it ({error})")
+        else:
+            super().__init__(
+                f"returned a {kind}, which cannot be sent to the notebook ({error}): {_PLAIN}"
+            )
 
 
-def describe_lost_result(rank: int, error: Exception) -> RankReport:
+def describe_lost_result(rank: int, error: BaseException) -> RankReport:
     """A report, made in the notebook, of a result that arrived but cannot be unpickled there."""
     summary = (
         "returned something that cannot be rebuilt in the notebook "
@@ -42,11 +45,21 @@ _CONSEQUENCE = re.compile(
 )
 
 
-_CPP_FILE = re.compile(r"(?:/[\w.+-]+)+/([\w.+-]+\.(?:cc|cpp|cu|h|hpp))")
+_CPP_FILE = re.compile(r"(?<![\w.+/-])(?:/[\w.+-]+)+/([\w.+-]+\.(?:cc|cpp|cu|h|hpp))\b")
+_LONGEST = 10_000  # characters of a message
 
 
 def describe(rank: int, error: BaseException) -> RankReport:
     """A report of an exception, as text only."""
+    try:
+        return _describe(rank, error)
+    except BaseException:  # the exception's own code (__str__, __repr__, __notes__) fails
+        summary = f"raised {type(error).__qualname__}: (its message cannot be shown)"
+        lines = source.learners_lines(source.traceback_places(error.__traceback__))
+        return RankReport(rank, "raised", summary, tuple(lines))
+
+
+def _describe(rank: int, error: BaseException) -> RankReport:
     lines = source.learners_lines(source.traceback_places(error.__traceback__))
     details = []
     if isinstance(error, UnsendableResult):
@@ -76,6 +89,8 @@ def _name_and_message(error: BaseException) -> str:
         message = str(error)
     except Exception:
         message = "(its message cannot be shown)"
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]} [... {len(message) - _LONGEST} more characters]"
     message = _CPP_FILE.sub(r"\1", message)  # paths of the machine that built torch
     name = type(error).__qualname__
     return f"{name}: {message}" if message else name

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -100,6 +101,7 @@ def remember_source(label: str, text: str) -> None:
     linecache.cache[label] = (len(text), None, text.splitlines(True), label)
 
 
+@cache
 def is_learners(filename: str) -> bool:
     """Neither Python's, nor an installed package's, nor ours."""
     if filename.startswith("<"):  # <frozen runpy>, <string>

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -32,6 +33,7 @@ GRACE = 0.5  # s: for ranks to end a call by themselves once another has failed
 STOP_GRACE = 0.2  # s: between SIGTERM and SIGKILL
 LEAVE_GRACE = 2.0  # s: for a rank's exit handlers
 _STACK_GRACE = 0.3  # s: for a rank to write its stack
+_JANITOR_GRACE = 3.0  # s: torch's shared-memory manager ends 2 s after those that it served
 _READ = 1 << 16
 _BACKLOG = 1 << 22  # bytes waiting for the kernel beyond which ranks must wait to print
 
@@ -87,13 +89,16 @@ class Supervisor:
             self.kernel.post(("refused", str(refusal)))
         except KernelGone:
             return  # nobody reads what is still to be sent
-        except OSError as error:
-            self.kernel.post(("broken", f"the system refused to start the ranks: {error}"))
+        except (OSError, RuntimeError) as error:
+            advice = "launch fewer ranks, or raise its limits (ulimit -n, ulimit -u)"
+            self.kernel.post(("broken", f"the system refused to start ranks ({error}): {advice}"))
         finally:
-            processes.kill_descendants()
+            processes.kill_descendants(kill_janitors=False)
             shutil.rmtree(self.job.temporary, ignore_errors=True)
-        with contextlib.suppress(ChannelClosed):
-            self.kernel.drain()  # then our end closes, which says that nothing is left
+            with contextlib.suppress(ChannelClosed):
+                self.kernel.drain()
+            self.kernel.close()  # which says that nothing is left
+            processes.kill_descendants(_JANITOR_GRACE)
 
     # Starting
 
@@ -251,7 +256,7 @@ class Supervisor:
         self._clear()
 
     def _clear(self) -> None:
-        processes.kill_descendants()
+        processes.kill_descendants(kill_janitors=False)
         for member in self.ranks:
             member.alive = False
             self._drain(member)
@@ -269,6 +274,8 @@ class Supervisor:
                 left = 0.02 if left is None else min(left, 0.02)
             if self.kernel.unsent or any(member.channel.unsent for member in self.ranks):
                 left = 0.005 if left is None else min(left, 0.005)
+            if left is not None:
+                left = min(left, 3600.0)  # epoll takes no more than 24 days
             for key, _ in self.selector.select(left):
                 if key.fileobj in self.selector.get_map():  # not unregistered by an earlier one
                     key.data()
@@ -309,8 +316,16 @@ class Supervisor:
                     self._fail(member, content)
         if member.channel.closed:
             self.selector.unregister(member.channel)
-            # It is ending, or it has closed our socket: then it is of no more use.
-            processes.send_signal(member.pid, signal.SIGKILL)
+            self._see_off(member)
+
+    def _see_off(self, member: RankProcess) -> None:
+        """A rank's socket has closed: it is ending, or it has closed it and is of no more use."""
+        if member.watch is not None and select.select([member.watch], [], [], 0.1)[0]:
+            return  # it has ended, and `_check_alive` says how
+        if member.watch is not None and member.report is None and not self.stopping:
+            summary = "closed its connection to the notebook (by os.closerange or os.exec, say)"
+            self._fail(member, RankReport(member.number, "died", summary))
+        processes.send_signal(member.pid, signal.SIGKILL)
 
     def _fail(self, member: RankProcess, report: RankReport) -> None:
         member.report = report

@@ -31,7 +31,7 @@ LATER = ("torchvision.transforms.v2", "torch.nn.parallel", "sklearn.datasets")
 """What it finds imported, too, once the template has had an idle moment."""
 
 _IDLE = 1.0  # s without a job that make such a moment
-_LAST_MOMENT = 1.0  # s for supervisors to end once the kernel has gone
+_LAST_MOMENT = 4.0  # s for supervisors to end once the kernel has gone
 
 
 def main(control: int, kernel: int) -> NoReturn:
