@@ -6,6 +6,7 @@ with a fresh run; both work in the same `environment`, so what one stores the ot
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -116,6 +117,8 @@ def environment() -> Iterator[dict[str, str]]:
     Ranks print by rank, since the order of live lines changes from run to run, and IPython runs
     with an empty profile of its own, since the user's may print or configure something.
     """
+    # Built once on a machine; the cell that imports it first would say so on stderr.
+    importlib.import_module("matplotlib.font_manager")
     with tempfile.TemporaryDirectory(prefix="ddp-lab-") as profile:
         kept = {name: value for name, value in os.environ.items() if name not in UNSET}
         yield {**kept, "DDP_LAB_OUTPUT": "by-rank", "IPYTHONDIR": profile}
