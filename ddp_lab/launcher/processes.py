@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 
 LINUX = sys.platform == "linux"
+_PF_EXITING = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -78,6 +79,16 @@ def watch_process(pid: int) -> int | None:
     if not hasattr(os, "pidfd_open"):
         return None
     return os.pidfd_open(pid)
+
+
+def is_ending(pid: int) -> bool:
+    """Has a process that was there begun to end, whatever it takes it (Linux)?"""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            flags = int(file.read().rpartition(")")[2].split()[6])
+    except OSError:
+        return True
+    return bool(flags & _PF_EXITING)
 
 
 def anonymous_file(name: str) -> int:

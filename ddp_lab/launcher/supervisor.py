@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -320,8 +319,8 @@ class Supervisor:
 
     def _see_off(self, member: RankProcess) -> None:
         """A rank's socket has closed: it is ending, or it has closed it and is of no more use."""
-        if member.watch is not None and select.select([member.watch], [], [], 0.1)[0]:
-            return  # it has ended, and `_check_alive` says how
+        if member.watch is not None and processes.is_ending(member.pid):
+            return  # `_check_alive` will say how; to free its memory may take it a while
         if member.watch is not None and member.report is None and not self.stopping:
             summary = "closed its connection to the notebook (by os.closerange or os.exec, say)"
             self._fail(member, RankReport(member.number, "died", summary))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Kernel, Traces, assert_nothing_new, run_script, wait_until
+from tests.harness import Kernel, Traces, assert_gone_already, run_script, wait_until
 
 TOTAL = """\
 import asyncio
@@ -151,7 +151,7 @@ def test_interrupt_in_a_cell_that_awaits(kernel: Kernel) -> None:
     cell = running.finish()
     assert time.monotonic() - pressed < PROMISE
     assert cell.error is not None and cell.error.name == "KeyboardInterrupt"
-    assert_nothing_new(before, timeout=0.1)
+    assert_gone_already(before)
     check(kernel, "print(list(launch(total)))")
     check(kernel, "await asyncio.sleep(0)\nprint(list(launch(total)))")
 

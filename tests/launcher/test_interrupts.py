@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Cell, Kernel, Running, Traces, assert_nothing_new
+from tests.harness import Cell, Kernel, Running, Traces, assert_gone_already, assert_nothing_new
 
 # .5 s of grace for ranks to end by themselves, .2 s between SIGTERM and SIGKILL: .1 to .9 s seen.
 PROMISE = 2.0
@@ -33,7 +33,7 @@ def kernel_still_works(kernel: Kernel, nothing_left: None) -> Iterator[None]:
     next launch works."""
     before = Traces.now()
     yield
-    assert_nothing_new(before, timeout=0.1)
+    assert_gone_already(before)
     assert kernel.check("print(list(launch(total)))").stdout == f"{[[2.0] * 4] * 2}\n"
 
 

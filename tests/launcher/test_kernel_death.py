@@ -108,7 +108,7 @@ def kill(kernel: Kernel) -> None:
     kernel.kill()
     print(f"gone after {wait_until(lambda: not kernel.others(), PROMISE, 'all gone'):.3f} s")
     kernel.manager.provisioner.process.wait()
-    assert_nothing_new(before, timeout=0.2)
+    assert_nothing_new(before)
 
 
 @pytest.mark.soak
@@ -193,4 +193,4 @@ def test_shut_down(own_kernel: Kernel) -> None:
     kernel.manager.shutdown_kernel()
     print(f"shut down in {time.monotonic() - began:.3f} s")
     wait_until(lambda: not kernel.others(), PROMISE, "all gone")
-    assert_nothing_new(before, timeout=0.2)
+    assert_nothing_new(before)

@@ -76,7 +76,7 @@ def test_functions_output_failures_and_leftovers(kernel: Kernel) -> None:
     assert second.startswith("  In[") and ", in fail:  os.kill(os.getpid()" in second
     assert third.startswith("  rank 0 was running (In[")
     assert "variables are lost" in last
-    assert_nothing_new(before, timeout=0.2)
+    assert_nothing_new(before)
 
 
 @pytest.mark.soak
@@ -102,7 +102,7 @@ def test_kernel_that_is_killed() -> None:
         kernel.kill()
         wait_until(lambda: not kernel.others(), PROMISE, "all gone")
         kernel.manager.provisioner.process.wait()
-        assert_nothing_new(before, timeout=0.2)
+        assert_nothing_new(before)
     finally:
         kernel.shutdown()
 
