@@ -68,7 +68,7 @@ notebooks: $(READY)
 
 .PHONY: test-oldest
 test-oldest: $(READY_OLDEST)
-	$(VENV_OLDEST)/bin/python -m pytest
+	$(VENV_OLDEST)/bin/python -m pytest -m "not browser" --ignore=tests/test_notebooks.py
 
 .PHONY: setup
 setup: $(READY)

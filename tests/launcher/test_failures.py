@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Cell, Kernel, Traces, assert_gone_already, line_of
+from tests.harness import Cell, Kernel, Traces, assert_gone_already, line_of, patience
 
 # "Within two seconds." The others get .5 s of grace, .3 s to tell where they are and .2 s between
 # SIGTERM and SIGKILL, so .2 to 1 s is what it takes.
@@ -111,7 +111,7 @@ def test_cause_leads_while_the_others_sit_in_a_collective(
     source = cell_of(does, "dist.all_reduce(torch.ones(3))", size)
     cell = kernel.run(source)
     lines = assert_well_told(cell, kernel)
-    assert cell.seconds < PROMISE
+    assert cell.seconds < patience(PROMISE)
 
     def place(text: str, function: str) -> str:
         return f"In[{cell.number}], line {line_of(source, text)}, in {function}:  {text}"
@@ -126,8 +126,11 @@ def test_cause_leads_while_the_others_sit_in_a_collective(
         ][: 2 * line_known]
     )
     for line in others:  # one for each fate: stopped, or the end of its peer reached it first
-        assert re.match(r"  ranks? [02, ]+ (was|were) in all_reduce|  ranks? [02, ]+ lost", line)
-        assert place("dist.all_reduce(torch.ones(3))", "work") in line
+        assert re.match(
+            r"  ranks? [02, ]+ (was in all_|were in all_|lost |could not join .* lost )", line
+        )
+        if "could not join" not in line:  # rank 1 may end before the others have met it
+            assert place("dist.all_reduce(torch.ones(3))", "work") in line
 
     became = states(kernel)
     assert became.pop(1) == ("raised" if summary.startswith(("raised", "called")) else "died")
@@ -144,7 +147,7 @@ ELSEWHERE = {
     "compute": ("while True: pass", "running", "stuck"),
     "sleep": ("time.sleep(60)", "running", "stuck"),
     "ended": ("pass", "had returned", "returned"),
-    "end-soon": ("time.sleep(0.2)", "had returned", "returned"),
+    "end-soon": ("time.sleep(0.1)", "had returned", "returned"),
     "in-C": ("sum(range(10**12))", "running", "stuck"),  # holds the GIL, handles no signal
 }
 
@@ -156,7 +159,7 @@ def test_message_says_where_the_others_were(kernel: Kernel, where: str) -> None:
     source = cell_of("raise ValueError('bad label')", others, 3)
     cell = kernel.run(source)
     lines = assert_well_told(cell, kernel)
-    assert cell.seconds < PROMISE
+    assert cell.seconds < patience(PROMISE)
     assert lines[0] == "rank 1 of 3 raised ValueError: bad label"
     assert lines[-1].startswith("  ranks 0, 2 ") and told in lines[-1]
     if state == "stuck":
@@ -183,7 +186,7 @@ def test_cause_leads_while_the_others_are_in_backward(kernel: Kernel, does: str)
         launch(work, nproc_per_node=2)""")
     cell = kernel.run(source)
     lines = assert_well_told(cell, kernel)
-    assert cell.seconds < PROMISE
+    assert cell.seconds < patience(PROMISE)
     assert lines[0].startswith("rank 1 of 2 ")
     assert lines[1] == f"  In[{cell.number}], line {line_of(source, does)}, in work:  {does}"
     assert f"line {line_of(source, 'loss.backward()')}, in work:  loss.backward()" in lines[-1]
@@ -202,7 +205,7 @@ def test_first_failure_leads(kernel: Kernel) -> None:
     )
     lines = assert_well_told(cell, kernel)
     assert lines[0] == "rank 2 of 3 raised ValueError: I am 2"
-    assert states(kernel) == ["stuck", "raised", "raised"]
+    assert states(kernel)[2] == "raised"
 
 
 @pytest.mark.soak
@@ -223,9 +226,16 @@ def test_killed_while_the_others_compute(kernel: Kernel, size: int) -> None:
     """No connection of theirs breaks: only the supervisor can notice."""
     cell = kernel.run(cell_of("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)", size))
     lines = assert_well_told(cell, kernel)
-    assert cell.seconds < PROMISE
+    assert cell.seconds < patience(PROMISE)
     assert lines[0] == f"rank 1 of {size} was killed by SIGKILL"
-    assert states(kernel) == ["stuck", "died", "stuck"][:size]
+    became = states(kernel)
+    assert became.pop(1) == "died"
+    assert set(became) <= {"stuck", "raised"}  # rank 1 may end before the others have met it
+
+
+def time_limit() -> float:
+    """Seconds within which ranks have started."""
+    return round(patience(0.4), 2)
 
 
 # name: (what rank 1 does for ever, what the message says of it)
@@ -259,11 +269,12 @@ ENDLESS = {
 def test_timeout(kernel: Kernel, how: str) -> None:
     """A rank that never returns, also one that SIGINT, SIGTERM or neither can end."""
     does, told = ENDLESS[how]
-    source = cell_of(does, "pass", 3, ", timeout=0.4")
+    limit = time_limit()
+    source = cell_of(does, "pass", 3, f", timeout={limit}")
     cell = kernel.run(source)
     lines = assert_well_told(cell, kernel, "LaunchTimeoutError")
-    assert 0.4 <= cell.seconds < 0.4 + PROMISE
-    assert lines[0] == "1 rank of 3 had not returned after 0.4 s"
+    assert limit <= cell.seconds < limit + patience(PROMISE)
+    assert lines[0] == f"1 rank of 3 had not returned after {limit:g} s"
     assert lines[1].startswith("  rank 1 ") and told in lines[1]
     if how == "stopped":
         assert "line" not in lines[1]
@@ -279,6 +290,7 @@ def test_timeout(kernel: Kernel, how: str) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_timeout_of_all(kernel: Kernel, size: int) -> None:
     """Each rank waits for another: every rank's line is told."""
+    limit = time_limit()
     source = textwrap.dedent(f"""\
         def work():
             if dist.get_rank() == 0:
@@ -286,14 +298,14 @@ def test_timeout_of_all(kernel: Kernel, size: int) -> None:
             else:
                 dist.recv(torch.ones(1), src=0)
 
-        launch(work, nproc_per_node={size}, timeout=0.4)""")
+        launch(work, nproc_per_node={size}, timeout={limit})""")
     cell = kernel.run(source)
     lines = assert_well_told(cell, kernel, "LaunchTimeoutError")
-    assert 0.4 <= cell.seconds < 0.4 + PROMISE
+    assert limit <= cell.seconds < limit + patience(PROMISE)
     place = f"In[{cell.number}], line"
     others = "rank 1 was" if size == 2 else "ranks 1, 2 were"
     assert lines == [
-        f"{size} ranks of {size} had not returned after 0.4 s",
+        f"{size} ranks of {size} had not returned after {limit:g} s",
         f"  rank 0 was in broadcast ({place} 3, in work:  dist.broadcast(torch.ones(1), src=1))",
         f"  {others} in recv ({place} 5, in work:  dist.recv(torch.ones(1), src=0))",
     ]
@@ -304,7 +316,7 @@ def test_timeout_while_ranks_start(kernel: Kernel) -> None:
     seconds = round(random.uniform(0.001, 0.05), 4)
     cell = kernel.run(f"launch(lambda: time.sleep(600), nproc_per_node=3, timeout={seconds})")
     lines = assert_well_told(cell, kernel, "LaunchTimeoutError")
-    assert cell.seconds < PROMISE
+    assert cell.seconds < patience(PROMISE)
     assert lines[0] == f"3 ranks of 3 had not returned after {seconds:g} s"
     assert states(kernel) == ["stuck"] * 3
 
@@ -347,7 +359,7 @@ def test_children_of_ranks_die_with_them(kernel: Kernel, does: str) -> None:
     )
     cell = kernel.run(cell_of(does, "time.sleep(60)", 2))
     assert_well_told(cell, kernel)
-    assert cell.seconds < PROMISE
+    assert cell.seconds < patience(PROMISE)
 
 
 @pytest.mark.soak
@@ -362,7 +374,7 @@ def test_huge_message_arrives(kernel: Kernel) -> None:
     """Larger than any pipe or socket buffer. The cell shows its beginning; no more is lost."""
     cell = kernel.run("launch(lambda: exec('raise ValueError(1_000_000 * chr(120))'))")
     assert cell.error is not None
-    assert cell.seconds < PROMISE
+    assert cell.seconds < patience(PROMISE)
     assert cell.error.message.count("x") < 20_000
     assert cell.error.message.splitlines()[0].endswith("[... 990000 more characters]")
     assert kernel.value("sys.last_value.reports[1].traceback.count('x')") >= 1_000_000

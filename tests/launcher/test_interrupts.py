@@ -9,7 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Cell, Kernel, Running, Traces, assert_gone_already, assert_nothing_new
+from tests.harness import (
+    Cell,
+    Kernel,
+    Running,
+    Traces,
+    assert_gone_already,
+    assert_nothing_new,
+    patience,
+)
 
 # .5 s of grace for ranks to end by themselves, .2 s between SIGTERM and SIGKILL: .1 to .9 s seen.
 PROMISE = 2.0
@@ -42,7 +50,7 @@ def interrupted(kernel: Kernel, running: Running) -> Cell:
     kernel.interrupt()
     pressed = time.monotonic()
     cell = running.finish()
-    assert time.monotonic() - pressed < PROMISE
+    assert time.monotonic() - pressed < patience(PROMISE)
     assert cell.error is not None, f"nothing was interrupted: {cell}"
     assert cell.error.name == "KeyboardInterrupt", cell.error.shown
     return cell
@@ -206,12 +214,12 @@ def test_at_any_line_of_the_launcher(kernel: Kernel) -> None:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("kernel_still_works")
-def test_pressed_again_and_again(kernel: Kernel) -> None:
+def test_pressed_twice(kernel: Kernel) -> None:
+    """The second press ends the ranks' time of grace; neither is felt after the cell."""
     running = kernel.begin("launch(lambda: [print('there'), dist.recv(torch.ones(1))])")
     running.wait_for("[rank 1] there")
-    for _ in range(3):
-        kernel.interrupt()
-        time.sleep(0.02)
+    kernel.interrupt()
+    time.sleep(0.02)
     interrupted(kernel, running)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab import LaunchError, LaunchTimeoutError, RankFailedError, World, launch
-from tests.harness import Process, is_template, marked_processes, run_script, wait_until
+from tests.harness import Process, is_template, marked_processes, patience, run_script, wait_until
 
 LOST = "the World starts afresh at its next call: its variables are lost"
 
@@ -102,7 +102,7 @@ def test_an_error_on_one_rank_keeps_variables(world: World, others: str) -> None
         if dist.get_rank() == 1:
             raise ValueError("one")
         if others == "take a moment":
-            time.sleep(0.2)
+            time.sleep(0.1)
         return "fine"
 
     with pytest.raises(RankFailedError, match=r"rank 1 of . raised ValueError: one") as caught:
@@ -217,7 +217,7 @@ def test_a_rank_that_ends_between_calls_is_told_at_the_next(world: World) -> Non
 def test_timeout(world: World) -> None:
     """A World's limit is that of each call; ranks that can end themselves keep their variables."""
     size = world.world_size
-    with World(size, timeout=0.3, output="quiet") as quick:
+    with World(size, timeout=patience(0.5), output="quiet") as quick:
         quick.put(kept=5)
         before = pids(quick)
         with pytest.raises(LaunchTimeoutError) as caught:
@@ -419,7 +419,7 @@ def test_exit_handlers_run_and_a_slow_one_is_stopped(capfd: pytest.CaptureFixtur
 
     began = time.monotonic()
     results = launch(work, output="quiet")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < patience(5)
     assert [output.stdout for output in results.output] == ["leaving\n"] * 2
 
 
