@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_lab import LaunchError, RankFailedError, World, launch
+from ddp_lab import LaunchError, RankFailedError, launch
+from ddp_lab.launcher.interrupts import HoldInterrupts
 from tests.harness import Traces, assert_nothing_new
 
 
@@ -125,36 +125,24 @@ def test_shared_memory_by_file_name_is_cleared(ending: str) -> None:
     assert_nothing_new(before, timeout=10)
 
 
-def test_interrupts_leave_no_descriptor_open() -> None:
+def test_an_interrupt_as_interrupts_are_let_go_leaves_no_descriptor_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def pipes() -> int:
         links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
         return sum(os.path.islink(link) and os.readlink(link).startswith("pipe:") for link in links)
 
-    with World(2, output="quiet") as world:
-        world.run(len, [])
-        before, stop, interrupts = pipes(), threading.Event(), 0
+    before, set_handler, usual = pipes(), signal.signal, signal.getsignal(signal.SIGINT)
 
-        def interrupt() -> None:
-            while not stop.wait(0.002):
-                os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(number: int, handler: Any) -> Any:
+        previous = set_handler(number, handler)
+        if handler == usual:  # the very moment in which SIGINT raises again
+            raise KeyboardInterrupt
+        return previous
 
-        thread = threading.Thread(target=interrupt)
-        end = time.monotonic() + 3
-        try:
-            thread.start()
-            while time.monotonic() < end:
-                try:
-                    world.run(len, [])
-                except KeyboardInterrupt:
-                    interrupts += 1
-        except KeyboardInterrupt:
-            interrupts += 1
-        finally:
-            while thread.is_alive():
-                try:
-                    stop.set()
-                    thread.join()
-                except KeyboardInterrupt:
-                    continue
-        assert interrupts > 10
-        assert pipes() - before <= 1
+    monkeypatch.setattr(signal, "signal", interrupted)
+    hold = HoldInterrupts()
+    assert pipes() == before  # nothing is open before SIGINT is held
+    with pytest.raises(KeyboardInterrupt), hold:
+        assert pipes() == before + 2
+    assert pipes() == before
